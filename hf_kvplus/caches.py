@@ -1,0 +1,173 @@
+"""The composed cache and its presets, for `model.generate(..., past_key_values=cache)`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig
+from transformers.cache_utils import (
+    DYNAMIC_LAYER_TYPE_MAPPING,
+    Cache,
+    get_layer_types_and_kwargs,
+)
+
+from hf_kvplus.layer import KVLayer
+from hf_kvplus.policies import FullPolicy, NativeWindowPolicy, Policy
+from hf_kvplus.recipes import Quantization
+
+SLIDING = "sliding_attention"
+HANDLED_LAYER_TYPES = ("full_attention", SLIDING)
+
+
+class KVPlusCache(Cache):
+    """A cache of `KVLayer`s, composed from parts; every other class here is a preset of it.
+
+    Layers of a type that isn't handled (linear attention, chunked, indexed, shared) keep transformers' own layer
+    class. `plan` says what happens with each layer.
+
+    Args:
+        config: The model's configuration; of a multimodal or encoder-decoder model the text decoder's part is used.
+        quantization: How states are quantized; `None` keeps them as they are.
+
+    Raises:
+        TypeError: If `config` isn't a transformers configuration.
+        ValueError: If the configuration names no layers, or an option doesn't fit the model.
+    """
+
+    def __init__(self, config: PretrainedConfig, *, quantization: Quantization | None = None) -> None:
+        decoder_config = text_config(config)
+        self.quantization = quantization if quantization and quantization.packs else None
+        if self.quantization and (head_dim := config_head_dim(decoder_config)):
+            for codec in self.quantization.codecs():
+                codec.check(head_dim)
+        layers, self.plan = [], []
+        for index, (layer_type, options) in enumerate(zip(*get_layer_types_and_kwargs(decoder_config), strict=True)):
+            layer, note = self._build_layer(layer_type, options)
+            layers.append(layer)
+            self.plan.append(f"layer {index} ({layer_type}): {note}")
+        super().__init__(layers=layers)
+
+    def _build_layer(self, layer_type: str, options: dict[str, Any]) -> tuple[Any, str]:
+        """Returns one layer and what it does."""
+        if layer_type not in HANDLED_LAYER_TYPES:
+            layer = DYNAMIC_LAYER_TYPE_MAPPING[layer_type](**options)
+            return layer, f"kept by transformers' {type(layer).__name__}"
+        policy: Policy = FullPolicy()
+        quantization, window = self.quantization, ""
+        if layer_type == SLIDING:
+            policy = NativeWindowPolicy(options["sliding_window"])
+            window = f", the model's own window of {policy.sliding_window} tokens"
+            if quantization and policy.sliding_window <= quantization.residual_length + quantization.block_tokens:
+                quantization, window = None, f"{window}, which recent tokens fill"
+        if quantization is None:
+            layer = KVLayer(policy=policy)
+        else:
+            layer = KVLayer(
+                *quantization.codecs(),
+                policy=policy,
+                residual_length=quantization.residual_length,
+                num_sink_tokens=0 if policy.is_sliding else quantization.num_sink_tokens,
+            )
+        return layer, layer.describe() + window
+
+    def to(self, device: torch.device | str) -> KVPlusCache:
+        """Moves every layer to `device` and returns the cache."""
+        for layer in self.layers:
+            if isinstance(layer, KVLayer):
+                layer.to(device)
+            else:
+                _move_tensors(layer, torch.device(device))
+        return self
+
+
+class QuantizedCache(KVPlusCache):
+    """Keys and values in 2 to 8 bits; sinks and the most recent tokens at full precision.
+
+    Source: KIVI: A Tuning-Free Asymmetric 2bit Quantization for KV Cache, https://arxiv.org/abs/2402.02750, for the
+    axes; differs in that blocks are append-only, the prompt's tail and the sinks stay at full precision and any head
+    size, prompt length and batch fits.
+
+    Args:
+        config: The model's configuration.
+        nbits: Bits per code for keys and values: 2, 3, 4, 5, 6 or 8.
+        key_nbits: Bits of keys, if they differ; 16 leaves them unquantized.
+        value_nbits: Bits of values, if they differ.
+        group_size: Elements that share a scale and a zero point: tokens for keys, channels for values; `None` takes
+            64, and for values the largest divisor of `head_dim` up to 64.
+        residual_length: Most recent tokens that always stay at full precision.
+        num_sink_tokens: First tokens of each row that always stay at full precision.
+        recipe: How states are encoded; `"auto"` takes the best one measured for the width.
+
+    Raises:
+        TypeError: If `config` isn't a transformers configuration.
+        ValueError: If an option is out of range or doesn't fit the model.
+
+    Example:
+        >>> cache = QuantizedCache(model.config, nbits=4)
+        >>> model.generate(**inputs, past_key_values=cache, max_new_tokens=100)
+    """
+
+    def __init__(
+        self,
+        config: PretrainedConfig,
+        nbits: int = 4,
+        key_nbits: int | None = None,
+        value_nbits: int | None = None,
+        group_size: int | None = None,
+        residual_length: int = 64,
+        num_sink_tokens: int = 4,
+        recipe: str = "auto",
+    ) -> None:
+        quantization = Quantization(
+            key_nbits=nbits if key_nbits is None else key_nbits,
+            value_nbits=nbits if value_nbits is None else value_nbits,
+            group_size=group_size,
+            residual_length=residual_length,
+            num_sink_tokens=num_sink_tokens,
+            recipe=recipe,
+        )
+        super().__init__(config, quantization=quantization)
+
+
+def text_config(config: PretrainedConfig) -> PretrainedConfig:
+    """Returns the part of a configuration that describes the text decoder.
+
+    Raises:
+        TypeError: If `config` isn't a transformers configuration.
+        ValueError: If it names no decoder layers.
+    """
+    if not isinstance(config, PretrainedConfig):
+        raise TypeError(
+            f"`config` must be a transformers configuration, got {type(config).__name__}; pass `model.config`"
+        )
+    decoder_config = config.get_text_config(decoder=True)
+    if not getattr(decoder_config, "num_hidden_layers", None):
+        raise ValueError(
+            f"`config` must name the decoder's layers, but {type(config).__name__} has no `num_hidden_layers`; pass "
+            "the configuration of a model that generates text"
+        )
+    return decoder_config
+
+
+def config_head_dim(config: PretrainedConfig) -> int | None:
+    """Returns the channels per head that a configuration names, or `None` where it doesn't tell."""
+    if getattr(config, "head_dim", None):
+        return int(config.head_dim)
+    heads = getattr(config, "num_attention_heads", None)
+    if getattr(config, "kv_lora_rank", None) or not isinstance(heads, int) or not getattr(config, "hidden_size", None):
+        return None
+    return int(config.hidden_size) // heads
+
+
+def _move_tensors(layer: Any, device: torch.device) -> None:
+    """Moves the tensors of a transformers layer, also those in its lists and dictionaries, to `device`."""
+    for name, value in vars(layer).items():
+        if isinstance(value, torch.Tensor):
+            setattr(layer, name, value.to(device))
+        elif isinstance(value, dict):
+            setattr(layer, name, {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in value.items()})
+        elif isinstance(value, list):
+            setattr(layer, name, [v.to(device) if isinstance(v, torch.Tensor) else v for v in value])
+        elif isinstance(value, torch.device):
+            setattr(layer, name, device)

@@ -1,0 +1,399 @@
+"""One layer's cache: two codecs, stores and a policy, behind the contract of transformers' `CacheLayerMixin`.
+
+    columns   0 ............................ packed_tokens ............. seq_length
+              [ whole blocks, packed once  ][ recent, full precision    ]
+              sinks of a row are kept beside the blocks and replace what the codes say
+
+A block is packed when `residual_length` tokens lie behind it, and never again. Padding and sinks are inside the blocks
+(they keep columns aligned for every row) but have no influence on scales. Without codecs nothing is ever packed: the
+layer is a buffer that grows, and `update` returns a view of it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers.cache_utils import CacheLayerMixin
+
+from hf_kvplus.checks import require_at_least, require_states
+from hf_kvplus.codecs import Codec
+from hf_kvplus.policies import FullPolicy, Policy
+from hf_kvplus.policies.padding import RowPadding
+from hf_kvplus.stores import GrowingStore, PackedStore, SinkStore
+
+States = dict[str, torch.Tensor]  # "keys" and "values", each (batch, kv_heads, seq, head_dim)
+
+
+class KVLayer(CacheLayerMixin):
+    """Stores the keys and values of one attention layer.
+
+    Args:
+        key_codec: How blocks of keys are packed; `None` together with `value_codec=None` packs nothing.
+        value_codec: How blocks of values are packed.
+        policy: Which tokens are kept; all of them by default.
+        residual_length: Most recent tokens that always stay at full precision.
+        num_sink_tokens: First real tokens of each row that always stay at full precision.
+
+    Raises:
+        ValueError: If only one codec is given, they disagree on the block length, or a count is negative.
+    """
+
+    is_compileable = False
+    is_croppable = True
+
+    def __init__(
+        self,
+        key_codec: Codec | None = None,
+        value_codec: Codec | None = None,
+        *,
+        policy: Policy | None = None,
+        residual_length: int = 64,
+        num_sink_tokens: int = 4,
+    ) -> None:
+        require_at_least("residual_length", residual_length, 0)
+        require_at_least("num_sink_tokens", num_sink_tokens, 0)
+        if (key_codec is None) != (value_codec is None):
+            raise ValueError("`key_codec` and `value_codec` go together; use IdentityCodec for the one left unpacked")
+        if key_codec and value_codec and key_codec.block_tokens != value_codec.block_tokens:
+            raise ValueError(
+                "`key_codec` and `value_codec` must have the same block_tokens, got "
+                f"{key_codec.block_tokens} and {value_codec.block_tokens}"
+            )
+        self.codecs = {"keys": key_codec, "values": value_codec} if key_codec and value_codec else {}
+        self.block_tokens = key_codec.block_tokens if key_codec else 0
+        self.policy = policy or FullPolicy()
+        self.residual_length, self.num_sink_tokens = residual_length, num_sink_tokens
+        self.is_sliding = self.policy.is_sliding
+        self.record_past = False
+        self._clear()
+
+    def _clear(self) -> None:
+        """Sets up empty stores."""
+        self.is_initialized = False
+        self.cumulative_length = 0
+        self.packed = {name: PackedStore(codec) for name, codec in self.codecs.items()}
+        self.sinks = SinkStore(self.num_sink_tokens)
+        # Packing keeps the recent tokens below one block more than `residual_length`.
+        self.recent = GrowingStore(minimum=64, floor=self.residual_length + self.block_tokens if self.codecs else 0)
+        self.padding = RowPadding([])
+
+    # Sizes
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Learns batch, heads, channels, dtype and device from the first states, possibly of length 0."""
+        require_states(key_states, value_states)
+        states = {"keys": key_states, "values": value_states}
+        for name, codec in self.codecs.items():
+            codec.check(states[name].shape[3])
+        self.batch_size = key_states.shape[0]
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.shapes = {name: (tensor.shape[1], tensor.shape[3]) for name, tensor in states.items()}
+        self.recent.replace({name: tensor[:, :, :0].detach() for name, tensor in states.items()})
+        self.padding = RowPadding.unknown(self.batch_size)
+        self.is_initialized = True
+
+    @property
+    def packed_blocks(self) -> int:
+        """Blocks that are held packed."""
+        return len(self.packed["keys"]) if self.packed else 0
+
+    @property
+    def packed_tokens(self) -> int:
+        """Column behind the last packed block, where the recent tokens begin."""
+        return self.cumulative_length - len(self.recent)
+
+    @property
+    def first_stored(self) -> int:
+        """Column of the first token that is still held (sinks aside)."""
+        return self.packed_tokens - self.packed_blocks * self.block_tokens
+
+    def get_seq_length(self) -> int:
+        """Returns the tokens seen, whether or not all are still held."""
+        return self.cumulative_length
+
+    def get_max_length(self) -> int:
+        """Returns the most tokens ever visible, or -1 without a bound."""
+        return self.policy.max_length()
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Returns `(kv_length, kv_offset)` of what the next `update` of `query_length` tokens returns."""
+        return self.policy.mask_sizes(self.cumulative_length, query_length)
+
+    # Storing
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Stores new states and returns all that the queries of this call may see.
+
+        Args:
+            key_states: `(batch, kv_heads, seq, head_dim)`, after RoPE.
+            value_states: `(batch, kv_heads, seq, value_head_dim)`.
+            *args: Ignored.
+            **kwargs: `kwargs` may hold the attention's keyword arguments; `position_ids` in it tell padding.
+
+        Returns:
+            Keys and values `(batch, kv_heads, kv_length, ...)` in the dtype of the input. A prompt attends to its own
+            unpacked states; later calls read packed ones.
+
+        Raises:
+            ValueError: If batch, heads, channels or dtype differ from earlier calls.
+        """
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        new = {"keys": key_states, "values": value_states}
+        self._check_states(new)
+        self._observe_padding(kwargs.get("kwargs"), key_states.shape[2])
+        visible = self.policy.first_visible(self.cumulative_length)
+        if not self.codecs:
+            states, first = self._append_unpacked(new)
+        else:
+            states, first = (new, 0) if self.cumulative_length == 0 else self._dense(new, visible)
+            self._store(states, first, key_states.shape[2])
+        if not self.record_past:
+            self._evict()
+        return states["keys"][:, :, visible - first :], states["values"][:, :, visible - first :]
+
+    def _check_states(self, new: States) -> None:
+        """Refuses states that don't continue the ones held."""
+        got = {"batch size": new["keys"].shape[0], "dtype": new["keys"].dtype}
+        held = {"batch size": self.batch_size, "dtype": self.dtype}
+        for name, tensor in new.items():
+            got[f"(kv_heads, head_dim) of {name}"] = (tensor.shape[1], tensor.shape[3])
+            held[f"(kv_heads, head_dim) of {name}"] = self.shapes[name]
+        different = [f"{name} {held[name]}, got {got[name]}" for name in held if held[name] != got[name]]
+        if different:
+            raise ValueError(
+                f"this cache holds states with {'; '.join(different)}. Use a new cache, or `reset()` this one"
+            )
+
+    def _observe_padding(self, attention_kwargs: Any, query_length: int) -> None:
+        """Finds each row's first real token while the prompt comes in."""
+        if self.padding.settled or query_length == 0:
+            return
+        positions = attention_kwargs.get("position_ids") if isinstance(attention_kwargs, dict) else None
+        if positions is None or positions.dim() != 2 or positions.shape[-1] != query_length:
+            self.padding.settle()
+            return
+        zeros = (positions == 0).expand(self.batch_size, -1)
+        columns = torch.arange(query_length, device=positions.device)
+        last_zero = torch.where(zeros, columns, -1).amax(-1)
+        self.padding.observe(self.cumulative_length, last_zero.tolist(), zeros.all(-1).tolist())
+
+    def _append_unpacked(self, new: States) -> tuple[States, int]:
+        """Appends to the buffer; returns a view of it, or a copy that carries gradients where they're enabled."""
+        first = self.first_stored
+        held = self.recent.fields()
+        self.recent.append({name: tensor.detach() for name, tensor in new.items()})
+        self.cumulative_length += new["keys"].shape[2]
+        if torch.is_grad_enabled():
+            return {name: torch.cat([held[name], tensor], dim=2) for name, tensor in new.items()}, first
+        return self.recent.fields(), first
+
+    def _store(self, states: States, first: int, added: int) -> None:
+        """Packs the blocks that `residual_length` newer tokens have made due; the rest is recent.
+
+        Args:
+            states: Dense states from column `first` on, up to and including the `added` new ones.
+            first: A column of a token that isn't packed, or an earlier one.
+            added: Number of new tokens at the end of `states`.
+        """
+        begin = self.packed_tokens
+        pending = {name: tensor[:, :, begin - first :].detach() for name, tensor in states.items()}
+        length = pending["keys"].shape[2]
+        self.cumulative_length += added
+        blocks = max(0, length - self.residual_length) // self.block_tokens
+        if blocks:
+            due = {name: tensor[:, :, : blocks * self.block_tokens] for name, tensor in pending.items()}
+            self.sinks.capture(due, self.padding.counts, begin)
+            self._pack(due, begin)
+            self.recent.replace({name: tensor[:, :, blocks * self.block_tokens :] for name, tensor in pending.items()})
+        elif added:
+            self.recent.append({name: tensor[:, :, length - added :] for name, tensor in pending.items()})
+
+    def _pack(self, due: States, begin: int) -> None:
+        """Encodes whole blocks that start at column `begin`, but those that no later query will see."""
+        gone = 0 if self.record_past else self.policy.first_visible(self.cumulative_length) - begin
+        skipped = min(max(0, gone) // self.block_tokens, due["keys"].shape[2] // self.block_tokens) * self.block_tokens
+        if skipped:
+            for store in self.packed.values():
+                store.clear()
+        first = begin + skipped
+        protected = max(self.padding.counts) + self.num_sink_tokens - first
+        masked = min(-(-protected // self.block_tokens) * self.block_tokens, due["keys"].shape[2] - skipped)
+        valid = self._valid(first, masked) if masked > 0 else None
+        for name, store in self.packed.items():
+            store.append_states(due[name][:, :, skipped:], valid)
+
+    def _valid(self, first: int, tokens: int) -> torch.Tensor:
+        """Returns which of `tokens` columns from `first` on are neither padding nor sinks, `(batch, tokens)`."""
+        columns = torch.arange(first, first + tokens, device=self.device)
+        begins = torch.tensor(self.padding.counts, device=self.device) + self.num_sink_tokens
+        return columns >= begins[:, None]
+
+    def _evict(self) -> None:
+        """Drops what no later query can see; packed blocks go whole."""
+        surplus = self.policy.first_visible(self.cumulative_length) - self.first_stored
+        if surplus <= 0:
+            return
+        if not self.codecs:
+            self.recent.drop_front(surplus)
+        for store in self.packed.values():
+            store.drop_front(surplus // self.block_tokens)
+
+    # Reading
+
+    def _dense(self, new: States, visible: int) -> tuple[States, int]:
+        """Decodes what is held, from column `visible` or a little earlier, and puts `new` behind it.
+
+        Returns:
+            The states and the column of their first token, at most `min(visible, packed_tokens)`.
+        """
+        block = visible // self.block_tokens * self.block_tokens
+        first = min(max(self.first_stored, block), self.packed_tokens)
+        packed, total = self.packed_tokens - first, self.cumulative_length - first
+        states = {}
+        for name, store in self.packed.items():
+            tensor = new[name]
+            out = tensor.new_empty((*tensor.shape[:2], total + tensor.shape[2], tensor.shape[3]))
+            store.decode(out, (first - self.first_stored) // self.block_tokens)
+            self.sinks.restore(name, out, self.padding.counts, first, self.packed_tokens)
+            out[:, :, packed:total] = self.recent.get(name)
+            out[:, :, total:] = tensor
+            states[name] = out
+        return states, first
+
+    def dense(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns all visible keys and values at full precision, each `(batch, kv_heads, held, head_dim)`.
+
+        Raises:
+            RuntimeError: If nothing was stored yet.
+        """
+        if not self.is_initialized:
+            raise RuntimeError("this layer holds nothing yet; run a forward pass with the cache first")
+        visible, first = self.policy.first_visible(self.cumulative_length), self.first_stored
+        states = self.recent.fields()
+        if self.packed_blocks:
+            states, first = self._dense({name: tensor[:, :, :0] for name, tensor in states.items()}, visible)
+        return states["keys"][:, :, visible - first :], states["values"][:, :, visible - first :]
+
+    @property
+    def keys(self) -> torch.Tensor | None:
+        """All visible keys at full precision, decoded on access; `None` before the first update."""
+        return self.dense()[0] if self.is_initialized else None
+
+    @property
+    def values(self) -> torch.Tensor | None:
+        """All visible values at full precision, decoded on access; `None` before the first update."""
+        return self.dense()[1] if self.is_initialized else None
+
+    # Rolling back
+
+    def activate_past_recording(self) -> None:
+        """Keeps tokens that have left a window until the next `crop`, so that it can bring them back."""
+        self.record_past = True
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forgets the newest tokens.
+
+        A cut inside a packed block moves what remains of that block, as decoded, into the recent buffer.
+
+        Args:
+            tokens_to_remove: Minus the number of tokens; 0 removes none (a window drops what it no longer needs).
+
+        Raises:
+            ValueError: If positive (the meaning before transformers 5.17), or more than were seen.
+            RuntimeError: If a window has already dropped tokens that would become visible again.
+        """
+        length = self.cumulative_length + tokens_to_remove
+        if tokens_to_remove > 0:
+            raise ValueError(
+                f"`tokens_to_remove` must be negative or 0, got {tokens_to_remove}; crop(-n) removes the last n tokens"
+            )
+        if not self.is_initialized:
+            return
+        if length < 0:
+            raise ValueError(f"`tokens_to_remove` is {tokens_to_remove}, but only {self.cumulative_length} were seen")
+        if tokens_to_remove and self.policy.first_visible(length) < self.first_stored:
+            raise RuntimeError(
+                f"cropping to {length} tokens needs token {self.policy.first_visible(length)}, which has left the "
+                "window; call `activate_past_recording()` before the tokens that are to be removed"
+            )
+        if length >= self.packed_tokens:
+            self.recent.drop_back(-tokens_to_remove)
+        else:
+            self._crop_packed(length)
+        self.cumulative_length = length
+        self._evict()
+
+    def _crop_packed(self, length: int) -> None:
+        """Drops packed blocks from the one that holds column `length` on; its beginning becomes recent."""
+        keep, rest = divmod(length - self.first_stored, self.block_tokens)
+        first = length - rest
+        remainder = {}
+        for name, store in self.packed.items():
+            held = self.recent.get(name)
+            block = held.new_empty((*held.shape[:2], self.block_tokens, held.shape[3]))
+            store.decode(block, keep, keep + 1)
+            self.sinks.restore(name, block, self.padding.counts, first, first + self.block_tokens)
+            store.drop_back(len(store) - keep)
+            remainder[name] = block[:, :, :rest]
+        self.recent.replace(remainder)
+
+    def reset(self) -> None:
+        """Forgets everything and gives the memory back; the next `update` may have another batch size."""
+        self._clear()
+        self.__dict__.pop("batch_size", None)
+
+    # Rows and devices
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Reorders the rows for beam search; codes and scales move as they are."""
+        self.batch_select_indices(beam_idx)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keeps the batch rows `indices` (integers or a boolean mask), in that order."""
+        if not self.is_initialized:
+            return
+        indices = indices.nonzero()[:, 0] if indices.dtype == torch.bool else indices
+        for store in self._stores():
+            store.select(indices)
+        # Rows that are alike need no list of indices, hence no wait for the device.
+        self.padding.select([0] * len(indices) if self.padding.uniform else indices.tolist())
+        self.batch_size = len(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeats every batch row `repeats` times in place."""
+        if not self.is_initialized:
+            return
+        for store in self._stores():
+            store.repeat_interleave(repeats)
+        self.padding.select([row for row in range(self.batch_size) for _ in range(repeats)])
+        self.batch_size *= repeats
+
+    def to(self, device: torch.device | str) -> None:
+        """Moves everything to `device`; later states must come from there."""
+        for store in self._stores():
+            store.to(torch.device(device))
+        self.device = torch.device(device)
+
+    def offload(self) -> None:
+        """Moves everything to host memory."""
+        for store in self._stores():
+            store.to(torch.device("cpu"))
+
+    def prefetch(self) -> None:
+        """Moves everything back to the layer's device."""
+        for store in self._stores() if self.is_initialized else ():
+            store.to(self.device)
+
+    def _stores(self) -> tuple[GrowingStore, ...]:
+        return *self.packed.values(), self.sinks, self.recent
+
+    def describe(self) -> str:
+        """Returns what this layer does with its states, in a few words."""
+        if not self.codecs:
+            return "full precision"
+        parts = ", ".join(f"{name} {codec.describe()}" for name, codec in self.codecs.items())
+        return f"{parts}; full precision: {self.num_sink_tokens} sinks, last {self.residual_length} tokens"

@@ -1,0 +1,146 @@
+"""Bytes of a cache: counted on every live tensor, and computed from a configuration.
+
+`measure_memory` walks everything reachable from a cache and counts each storage once, so nothing that a cache holds
+can be left out. `estimate_memory` is arithmetic and knows nothing of what an implementation reserves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import Cache
+
+from hf_kvplus.layer import KVLayer
+
+
+@dataclass(frozen=True)
+class MemoryBreakdown:
+    """Bytes of every tensor that a cache holds, by part.
+
+    Args:
+        packed_bytes: Codes, scales and zero points, also those of transformers' own quantized caches.
+        full_precision_bytes: Sinks and recent tokens; of transformers' own caches all keys and values.
+        reserved_bytes: Room that buffers hold for growth.
+        other_bytes: Everything else, such as window sizes or recurrent states.
+        elements: Elements of keys and values that the model has given the cache and may still read.
+        packed_elements: Those of them that are packed.
+    """
+
+    packed_bytes: int
+    full_precision_bytes: int
+    reserved_bytes: int
+    other_bytes: int
+    elements: int
+    packed_elements: int
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of every live tensor."""
+        return self.packed_bytes + self.full_precision_bytes + self.reserved_bytes + self.other_bytes
+
+    @property
+    def bits_per_element(self) -> float:
+        """Bits per stored element with everything counted; 0 for an empty cache."""
+        return 8 * self.total_bytes / self.elements if self.elements else 0.0
+
+    @property
+    def packed_bits_per_element(self) -> float:
+        """Bits per packed element: codes, scales and zero points; 0 where nothing is packed."""
+        return 8 * self.packed_bytes / self.packed_elements if self.packed_elements else 0.0
+
+
+def measure_memory(cache: Cache) -> MemoryBreakdown:
+    """Counts the bytes of every tensor reachable from a cache, transformers' own included.
+
+    Args:
+        cache: Any transformers cache.
+
+    Returns:
+        The bytes by part; `total_bytes` is their sum.
+
+    Raises:
+        TypeError: If `cache` isn't a transformers cache.
+    """
+    if not isinstance(cache, Cache):
+        raise TypeError(f"`cache` must be a transformers Cache, got {type(cache).__name__}")
+    total = sum(storage_bytes(find_tensors(cache)).values())
+    packed = full_precision = reserved = elements = packed_elements = 0
+    for layer in _attention_layers(cache):
+        if isinstance(layer, KVLayer):
+            stores = (*layer.packed.values(), layer.sinks, layer.recent)
+            packed += sum(store.used_bytes for store in layer.packed.values())
+            full_precision += layer.sinks.used_bytes + layer.recent.used_bytes
+            reserved += sum(store.allocated_bytes - store.used_bytes for store in stores)
+            layer_elements, layer_packed = _layer_elements(layer)
+        else:
+            payload = find_tensors([vars(layer).get("_quantized_keys"), vars(layer).get("_quantized_values")])
+            held = [tensor for tensor in (layer.keys, layer.values) if isinstance(tensor, torch.Tensor)]
+            packed += sum(storage_bytes(payload).values())
+            full_precision += sum(storage_bytes(held).values())
+            layer_packed = _quantized_elements(layer)
+            layer_elements = layer_packed + sum(tensor.numel() for tensor in held)
+        elements += layer_elements
+        packed_elements += layer_packed
+    other = total - packed - full_precision - reserved
+    return MemoryBreakdown(packed, full_precision, reserved, other, elements, packed_elements)
+
+
+def _attention_layers(cache: Any) -> Iterator[Any]:
+    """Yields the layers that hold keys and values, also those of both halves of an encoder-decoder cache."""
+    for half in ("self_attention_cache", "cross_attention_cache"):
+        if hasattr(cache, half):
+            yield from _attention_layers(getattr(cache, half))
+    for layer in getattr(cache, "layers", ()):
+        if hasattr(type(layer), "keys") or "keys" in vars(layer):
+            yield layer
+
+
+def _layer_elements(layer: KVLayer) -> tuple[int, int]:
+    """Returns the elements a layer holds and those of them that are packed."""
+    if not layer.is_initialized:
+        return 0, 0
+    per_token = layer.batch_size * sum(heads * channels for heads, channels in layer.shapes.values())
+    packed = layer.packed_blocks * layer.block_tokens
+    return per_token * (packed + len(layer.recent)), per_token * packed
+
+
+def _quantized_elements(layer: Any) -> int:
+    """Returns the elements behind the payload of one of transformers' quantized layers, 0 for its other layers."""
+    payloads = (vars(layer).get("_quantized_keys"), vars(layer).get("_quantized_values"))
+    return sum(layer._dequantize(payload).numel() for payload in payloads if payload is not None)
+
+
+def find_tensors(root: Any) -> list[torch.Tensor]:
+    """Returns every tensor reachable from `root` through attributes and containers, each once."""
+    found: list[torch.Tensor] = []
+    seen: set[int] = set()
+    stack = [root]
+    while stack:
+        item = stack.pop()
+        if id(item) in seen or isinstance(item, (str, bytes, int, float, type, torch.dtype, torch.device)):
+            continue
+        seen.add(id(item))
+        if isinstance(item, torch.Tensor):
+            found.append(item)
+        if isinstance(item, dict):
+            stack.extend(item.values())
+        elif isinstance(item, (list, tuple, set, frozenset)):
+            stack.extend(item)
+        if hasattr(item, "__dict__") and not callable(item):
+            stack.extend(vars(item).values())
+    return found
+
+
+def storage_bytes(tensors: list[torch.Tensor]) -> dict[tuple[str, int], int]:
+    """Returns the bytes of each storage behind `tensors`, keyed by device and address; wrappers hold none."""
+    sizes: dict[tuple[str, int], int] = {}
+    for tensor in tensors:
+        if type(tensor) is not torch.Tensor and hasattr(tensor, "_data"):
+            continue  # a quantizer's wrapper: its inner tensors are found on their own
+        storage = tensor.untyped_storage()
+        if storage.nbytes():
+            sizes[(str(storage.device), storage.data_ptr())] = storage.nbytes()
+    return sizes

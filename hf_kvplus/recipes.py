@@ -1,0 +1,88 @@
+"""From a bit width to codecs: what `recipe="auto"` and the named recipes stand for.
+
+A recipe is a function `(nbits, group_size, block_tokens) -> codec` for keys and one for values. The choice behind
+`auto` is made by measurement, see docs/LOG.md.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from hf_kvplus.checks import require_at_least, require_choice, require_multiple
+from hf_kvplus.codecs import Codec
+from hf_kvplus.codecs.affine import PER_CHANNEL, PER_TOKEN, AffineCodec
+from hf_kvplus.codecs.identity import IdentityCodec
+from hf_kvplus.registry import Registry
+
+SUPPORTED_NBITS = (2, 3, 4, 5, 6, 8, 16)
+
+RecipeFunction = Callable[[int, "int | None", int], tuple[Codec, Codec]]
+recipes: Registry[RecipeFunction] = Registry("recipe")
+
+
+@recipes.register("affine")
+def affine(nbits: int, group_size: int | None, block_tokens: int) -> tuple[Codec, Codec]:
+    """Returns a per-channel codec for keys and a per-token codec for values, both asymmetric and uniform."""
+    keys = AffineCodec(block_tokens=block_tokens, nbits=nbits, axis=PER_CHANNEL, group_size=group_size)
+    values = AffineCodec(block_tokens=block_tokens, nbits=nbits, axis=PER_TOKEN, group_size=group_size)
+    return keys, values
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """How the keys and values of a layer are quantized.
+
+    Args:
+        key_nbits: Bits of key codes: 2, 3, 4, 5, 6, 8, or 16 for none.
+        value_nbits: Bits of value codes, likewise.
+        group_size: Elements that share a scale: tokens for keys, channels for values. `None` takes 64 tokens, and
+            for values the largest divisor of `head_dim` up to 64, so that any model fits.
+        residual_length: Most recent tokens that stay at full precision.
+        num_sink_tokens: First tokens of each row that stay at full precision.
+        recipe: A name from `recipes`, or `"auto"`.
+
+    Raises:
+        ValueError: If an option is out of range; the message says what to use.
+    """
+
+    key_nbits: int = 4
+    value_nbits: int = 4
+    group_size: int | None = None
+    residual_length: int = 64
+    num_sink_tokens: int = 4
+    recipe: str = "auto"
+
+    def __post_init__(self) -> None:
+        """Checks the options once."""
+        require_choice("key_nbits", self.key_nbits, SUPPORTED_NBITS)
+        require_choice("value_nbits", self.value_nbits, SUPPORTED_NBITS)
+        require_at_least("residual_length", self.residual_length, 0)
+        require_at_least("num_sink_tokens", self.num_sink_tokens, 0)
+        if self.group_size is not None:
+            require_multiple("group_size", self.group_size, 8)
+        if self.recipe != "auto":
+            recipes.get(self.recipe)
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens in a block: the smallest multiple of the group size from 64 up."""
+        group = self.group_size or 64
+        return group * math.ceil(64 / group)
+
+    def codecs(self) -> tuple[Codec, Codec]:
+        """Returns the key codec and the value codec."""
+        build = recipes.get("affine" if self.recipe == "auto" else self.recipe)
+        identity = IdentityCodec(block_tokens=self.block_tokens)
+        keys, values = identity, identity
+        if self.key_nbits < 16:
+            keys, _ = build(self.key_nbits, self.group_size, self.block_tokens)
+        if self.value_nbits < 16:
+            _, values = build(self.value_nbits, self.group_size, self.block_tokens)
+        return keys, values
+
+    @property
+    def packs(self) -> bool:
+        """Whether anything is quantized at all."""
+        return min(self.key_nbits, self.value_nbits) < 16

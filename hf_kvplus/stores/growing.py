@@ -1,0 +1,136 @@
+"""A set of named tensors that grow, shrink and are re-indexed together.
+
+Axis 2 counts tokens or blocks. Appending writes into reserved room; only when it runs out is a larger buffer taken,
+a fixed fraction larger, so that the copying per appended token stays constant on average. Dropping from the front
+moves an offset, and the room is reused when the buffer is next replaced: a window has constant memory.
+
+    buffer  [ dropped | held ......... | reserved ]
+              start     start + length   capacity
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+
+class GrowingStore:
+    """Holds tensors of shape `(batch, kv_heads, n, ...)` that share `n`.
+
+    Args:
+        growth: When room runs out, the new capacity is what's needed plus `1 / growth` of it.
+        minimum: Smallest room reserved by a growth, in entries.
+        floor: Smallest capacity, for a store whose largest length is known.
+    """
+
+    def __init__(self, growth: int = 32, minimum: int = 1, floor: int = 0) -> None:
+        self.growth = growth
+        self.minimum = minimum
+        self.floor = floor
+        self.start = 0
+        self.length = 0
+        self._buffers: dict[str, torch.Tensor] = {}
+
+    def __len__(self) -> int:
+        return self.length
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the tensors held."""
+        return list(self._buffers)
+
+    def get(self, name: str) -> torch.Tensor:
+        """Returns what is held under `name`, a view `(batch, kv_heads, length, ...)`."""
+        return self._buffers[name].narrow(2, self.start, self.length)
+
+    def fields(self, first: int = 0, last: int | None = None) -> dict[str, torch.Tensor]:
+        """Returns views of entries `first` to `last` (exclusive) of every tensor."""
+        last = self.length if last is None else last
+        return {name: buffer.narrow(2, self.start + first, last - first) for name, buffer in self._buffers.items()}
+
+    def append(self, fields: dict[str, torch.Tensor], upcoming: int = 0) -> None:
+        """Writes entries behind those held.
+
+        Args:
+            fields: Tensors `(batch, kv_heads, added, ...)`, the same names on every call.
+            upcoming: Entries that are known to follow at once; room for them is taken in the same step.
+        """
+        added = next(iter(fields.values())).shape[2]
+        if not self._buffers or self.start + self.length + added > self.capacity or self._is_frozen():
+            self._reallocate(fields, added + upcoming)
+        for name, tensor in fields.items():
+            self._buffers[name].narrow(2, self.start + self.length, added).copy_(tensor)
+        self.length += added
+
+    @property
+    def capacity(self) -> int:
+        """Entries that fit into the buffers."""
+        return next(iter(self._buffers.values())).shape[2] if self._buffers else 0
+
+    def _is_frozen(self) -> bool:
+        """Whether the buffers were made in inference mode and may not be written to outside of it."""
+        return not torch.is_inference_mode_enabled() and any(map(torch.is_inference, self._buffers.values()))
+
+    def _reallocate(self, fields: dict[str, torch.Tensor], added: int) -> None:
+        """Takes buffers with room for `added` more and moves what is held to their front."""
+        needed = self.length + added
+        # The first append of a prompt takes exactly what it needs: the prompt is known, its continuation isn't.
+        room = max(self.minimum, needed // self.growth) if self.length else 0
+        capacity = self.floor if 0 < needed <= self.floor else needed + room
+        for name, tensor in fields.items():
+            shape = (*tensor.shape[:2], capacity, *tensor.shape[3:])
+            buffer = tensor.new_empty(shape)
+            if self.length:
+                buffer.narrow(2, 0, self.length).copy_(self.get(name))
+            self._buffers[name] = buffer
+        self.start = 0
+
+    def replace(self, fields: dict[str, torch.Tensor]) -> None:
+        """Forgets what is held and holds copies of `fields` instead, in the same buffers where they fit."""
+        self.start = self.length = 0
+        self.append(fields)
+
+    def drop_front(self, count: int) -> None:
+        """Forgets the first `count` entries; once they are the larger part of the buffers, gives their memory back."""
+        count = min(count, self.length)
+        self.start += count
+        self.length -= count
+        if self.start > max(self.length, 4 * self.minimum):
+            self._reallocate(self.fields(), 0)
+
+    def drop_back(self, count: int) -> None:
+        """Forgets the last `count` entries."""
+        self.length -= min(count, self.length)
+
+    def clear(self) -> None:
+        """Forgets everything and gives the memory back."""
+        self._buffers = {}
+        self.start = self.length = 0
+
+    def select(self, indices: torch.Tensor) -> None:
+        """Keeps the batch rows `indices`, in that order; rows may repeat."""
+        self._map(lambda tensor: tensor.index_select(0, indices.to(tensor.device)))
+
+    def repeat_interleave(self, repeats: int) -> None:
+        """Repeats every batch row `repeats` times in place."""
+        self._map(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
+
+    def to(self, device: torch.device) -> None:
+        """Moves the buffers to `device`."""
+        self._buffers = {name: buffer.to(device) for name, buffer in self._buffers.items()}
+
+    def _map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Replaces every buffer by what `function` makes of the part that is held."""
+        self._buffers = {name: function(self.get(name)).contiguous() for name in self._buffers}
+        self.start = 0
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of the entries held."""
+        return sum(self.get(name).numel() * buffer.element_size() for name, buffer in self._buffers.items())
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes of the buffers, with the room reserved for growth."""
+        return sum(buffer.numel() * buffer.element_size() for buffer in self._buffers.values())

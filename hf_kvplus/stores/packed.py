@@ -1,0 +1,57 @@
+"""Blocks of states behind a codec: encoded when appended, decoded when read, a slab at a time.
+
+Slabs bound the temporaries of encoding and decoding, whatever the length of a prompt.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from hf_kvplus.codecs.base import Codec
+from hf_kvplus.stores.growing import GrowingStore
+
+SLAB_ELEMENTS = 1 << 19
+
+
+class PackedStore(GrowingStore):
+    """Holds the packed blocks of keys or of values.
+
+    Args:
+        codec: How blocks become bytes.
+    """
+
+    def __init__(self, codec: Codec) -> None:
+        super().__init__(growth=64)
+        self.codec = codec
+
+    def append_states(self, states: torch.Tensor, valid: torch.Tensor | None = None) -> None:
+        """Encodes whole blocks and appends them.
+
+        Args:
+            states: `(batch, kv_heads, blocks * block_tokens, head_dim)`.
+            valid: `(batch, masked * block_tokens)` bool for the first `masked` blocks; see `Codec.encode`.
+        """
+        blocks = states.unflatten(2, (-1, self.codec.block_tokens))
+        total, start = blocks.shape[2], 0
+        if valid is not None:
+            mask = valid.unflatten(1, (-1, self.codec.block_tokens))
+            start = mask.shape[1]
+            self.append(self.codec.encode(blocks[:, :, :start], mask), upcoming=total - start)
+        slab = self._slab_blocks(states.shape)
+        for first in range(start, total, slab):
+            stop = min(first + slab, total)
+            self.append(self.codec.encode(blocks[:, :, first:stop]), upcoming=total - stop)
+
+    def decode(self, out: torch.Tensor, first_block: int = 0, last_block: int | None = None) -> None:
+        """Decodes blocks into the front of `out`, `(batch, kv_heads, tokens, head_dim)`."""
+        last_block = len(self) if last_block is None else last_block
+        tokens = self.codec.block_tokens
+        slab = self._slab_blocks(out.shape)
+        for start in range(first_block, last_block, slab):
+            stop = min(start + slab, last_block)
+            target = out[:, :, (start - first_block) * tokens : (stop - first_block) * tokens]
+            self.codec.decode(self.fields(start, stop), out.shape[3], target.unflatten(2, (-1, tokens)))
+
+    def _slab_blocks(self, shape: torch.Size) -> int:
+        """Returns how many blocks of these states are processed at a time."""
+        return max(1, SLAB_ELEMENTS // max(1, shape[0] * shape[1] * self.codec.block_tokens * shape[3]))

@@ -1,0 +1,68 @@
+"""From a strategy string to a cache."""
+
+from __future__ import annotations
+
+from transformers import Cache, PretrainedConfig
+
+from hf_kvplus.caches import KVPlusCache, text_config
+from hf_kvplus.registry import unknown_name
+from hf_kvplus.strategies.base import Options, Strategy, StrategyInfo, strategies
+from hf_kvplus.strategies.grammar import Part, parse
+
+
+def build_cache(strategy: str, config: PretrainedConfig, *, max_length: int | None = None) -> Cache:
+    """Builds the cache that a strategy string describes.
+
+    Args:
+        strategy: Parts joined by `+`, for example `"k8v4"`; see `available_strategies`.
+        config: The model's configuration.
+        max_length: Tokens that a cache of fixed size must hold; only `hf-static` needs it.
+
+    Returns:
+        A cache for `model.generate(..., past_key_values=cache)`: a `KVPlusCache`, or transformers' own for `dynamic`
+        and the `hf-` baselines.
+
+    Raises:
+        ValueError: If the strategy is unknown (near matches are named), its parts contradict each other, or the
+            model can't take it.
+        TypeError: If `config` isn't a transformers configuration.
+        ImportError: If a baseline needs a package that isn't installed.
+    """
+    parts = parse(strategy)
+    found = [find_strategy(part.name) for part in parts]
+    config_checked = text_config(config) and config
+    alone = [part.name for part, entry in zip(parts, found, strict=True) if not entry.info.composable]
+    if alone and len(parts) > 1:
+        raise ValueError(f"strategy `{strategy}`: `{alone[0]}` stands alone and can't be joined with other parts")
+    if alone:
+        return found[0].apply(parts[0], config_checked, max_length)
+    return KVPlusCache(config_checked, **_merge(strategy, parts, found))
+
+
+def _merge(strategy: str, parts: list[Part], found: list[Strategy]) -> Options:
+    """Joins the arguments of all parts; two parts may not set the same one."""
+    options: Options = {}
+    for part, entry in zip(parts, found, strict=True):
+        for key, value in entry.apply(part).items():
+            if key in options:
+                raise ValueError(f"strategy `{strategy}`: `{part.text}` sets {key} a second time; keep one of them")
+            options[key] = value
+    return options
+
+
+def find_strategy(name: str) -> Strategy:
+    """Returns the strategy that a part's name means.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    for key in strategies:
+        entry = strategies.get(key)
+        if entry.matches(name):
+            return entry
+    raise ValueError(unknown_name("strategy", name, strategies.names()))
+
+
+def available_strategies() -> list[StrategyInfo]:
+    """Returns what strategies there are: name, one line of meaning, stored bits."""
+    return [strategies.get(name).info for name in strategies]
