@@ -1,0 +1,82 @@
+"""Refusals: measurements that would mean nothing are named and not printed.
+
+The classic way to evaluate a cache without noticing that it does nothing is one forward pass over the whole text:
+attention then sees the states as computed, and any cache looks lossless. These guards catch that, and caches that
+claim fewer bits than they use.
+"""
+
+from __future__ import annotations
+
+import re
+
+from hf_kvplus import MemoryBreakdown
+from hf_kvplus.strategies.build import find_strategy
+from hf_kvplus.strategies.grammar import parse
+from kvplus_eval.protocol import Protocol
+
+FULL_PRECISION_BITS = 16
+
+
+class RefusedError(RuntimeError):
+    """A measurement was refused; the message is the reason."""
+
+
+def refuse_unread(protocol: Protocol) -> None:
+    """Refuses a protocol that feeds a window in one pass, so that no token reads a stored one.
+
+    Raises:
+        RefusedError: If the window isn't longer than a chunk.
+    """
+    if protocol.chunk_tokens >= protocol.window_tokens:
+        raise RefusedError(
+            f"the cache is never read: {protocol.chunk_tokens} tokens in a chunk cover the window of "
+            f"{protocol.window_tokens}; use a smaller --chunk-tokens"
+        )
+
+
+def refuse_miscounted(seen_tokens: int, fed_tokens: int) -> None:
+    """Refuses a cache that doesn't report the tokens that it was fed, since later tokens then read something else.
+
+    Args:
+        seen_tokens: What the cache's `get_seq_length` says.
+        fed_tokens: How many tokens went in.
+
+    Raises:
+        RefusedError: If they differ.
+    """
+    if seen_tokens != fed_tokens:
+        raise RefusedError(f"the cache reports {seen_tokens} tokens after {fed_tokens} were fed")
+
+
+def refuse_unpacked(strategy: str, memory: MemoryBreakdown, full_bytes: int) -> None:
+    """Refuses a strategy that claims to store less and, at the end of a window, didn't.
+
+    Args:
+        strategy: The strategy, whose claim is looked up.
+        memory: What the cache really held.
+        full_bytes: What the reference cache held at the same length.
+
+    Raises:
+        RefusedError: If nothing was packed, or the cache isn't smaller than the full one.
+    """
+    claimed_bits = claimed_stored_bits(strategy)
+    if claimed_bits is None or claimed_bits >= FULL_PRECISION_BITS:
+        return
+    claim = f"`{strategy}` claims {claimed_bits:g} bits an element"
+    if memory.packed_bytes == 0:
+        raise RefusedError(f"{claim}, but nothing was packed; use a larger --window-tokens")
+    if memory.total_bytes >= full_bytes:
+        raise RefusedError(f"{claim}, but its cache takes {memory.total_bytes} bytes and the full cache {full_bytes}")
+
+
+def claimed_stored_bits(strategy: str) -> float | None:
+    """Returns the bits an element that a strategy claims, by its registered entry or its name; None for no claim."""
+    claims = [_claimed_by_part(part.name) for part in parse(strategy)]
+    found = [claim for claim in claims if claim is not None]
+    return min(found) if found else None
+
+
+def _claimed_by_part(name: str) -> float | None:
+    """Returns what one part claims; a pair such as `k8v4` claims the mean of its two widths."""
+    pair = re.fullmatch(r"k(\d+)v(\d+)", name)
+    return (int(pair[1]) + int(pair[2])) / 2 if pair else find_strategy(name).info.stored_bits

@@ -1,0 +1,93 @@
+"""What one evaluation does, in numbers, and the checks that those numbers make sense.
+
+The protocol is the same for every strategy, the reference included, and is written into every result row. Left out:
+the text and the model, which are named beside it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from transformers import PreTrainedConfig
+
+from hf_kvplus.checks import require_at_least
+from hf_kvplus.strategies.build import find_strategy
+from hf_kvplus.strategies.grammar import parse, split_list
+
+REFERENCE_STRATEGY = "dynamic"
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """How text is fed and what is timed.
+
+    Args:
+        windows: How many windows of text, one after the other from its beginning.
+        window_tokens: Tokens in a window; each window starts with a fresh cache.
+        chunk_tokens: Tokens in one forward pass of the quality pass. Later chunks read what earlier ones stored.
+        prefill_chunk_tokens: Tokens in one forward pass when prefill is timed.
+        decode_tokens: Greedy tokens decoded and timed after a window.
+        greedy_tokens: Length of the greedy text that is compared with the reference's.
+        timing_rounds: How often every strategy is timed, in turn; 0 leaves out timing and greedy text.
+    """
+
+    windows: int = 4
+    window_tokens: int = 2048
+    chunk_tokens: int = 64
+    prefill_chunk_tokens: int = 512
+    decode_tokens: int = 16
+    greedy_tokens: int = 64
+    timing_rounds: int = 3
+
+    def __post_init__(self) -> None:
+        """Checks each number on its own; whether chunks fit the window is a guard's business."""
+        for name, minimum in (("windows", 1), ("window_tokens", 2), ("chunk_tokens", 1), ("prefill_chunk_tokens", 1)):
+            require_at_least(name, getattr(self, name), minimum)
+        for name, minimum in (("decode_tokens", 1), ("greedy_tokens", 0), ("timing_rounds", 0)):
+            require_at_least(name, getattr(self, name), minimum)
+
+    @property
+    def predicted_tokens(self) -> int:
+        """Tokens of one window that have a prediction: all but the first."""
+        return self.window_tokens - 1
+
+    @property
+    def longest_tokens(self) -> int:
+        """The most tokens that one cache ever holds."""
+        return self.window_tokens + max(self.decode_tokens, self.greedy_tokens)
+
+
+def choose_strategies(text: str) -> list[str]:
+    """Reads a comma-separated list of strategies and checks each name before any work starts.
+
+    Args:
+        text: The list as written on the command line; `window:1024,sinks=4` in it stays one strategy.
+
+    Returns:
+        The strategies, in order.
+
+    Raises:
+        ValueError: If the list is empty or names a strategy that is unknown, or one twice.
+    """
+    strategies = split_list(text)
+    if not strategies:
+        raise ValueError(f"`strategies` must name at least one strategy, got {text!r}")
+    for strategy in strategies:
+        for part in parse(strategy):
+            find_strategy(part.name)
+    doubled = sorted({strategy for strategy in strategies if strategies.count(strategy) > 1})
+    if doubled:
+        raise ValueError(f"`strategies` must name each strategy once, got {', '.join(doubled)} more than once")
+    return strategies
+
+
+def require_positions(config: PreTrainedConfig, tokens: int) -> None:
+    """Checks that a model with a table of positions has enough of them; rotary models have no such limit.
+
+    Raises:
+        ValueError: If the table is too short.
+    """
+    text_config = config.get_text_config(decoder=True)
+    limit = getattr(text_config, "max_position_embeddings", None)
+    if limit is not None and getattr(text_config, "rope_parameters", None) is None and tokens > limit:
+        raise ValueError(f"this model has {limit} positions, and {tokens} tokens were asked for; use smaller windows")

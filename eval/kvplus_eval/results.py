@@ -1,0 +1,175 @@
+"""Result rows: one JSON object a strategy, appended to `results.jsonl`, with all that is needed to read it later.
+
+Schema `kvplus-eval/1`, kind `eval`:
+
+    schema, kind, run, date   schema name and version; kind of row; id of the run; UTC time of its start
+    strategy, status, reason  status is ok, refused or failed; reason says why there are no figures, else null
+    traceback                 of a failure, else null
+    claimed_bits, plan        bits that the strategy's entry claims or null; one line a layer from the cache
+    metrics, units            figure -> number or null (empty unless ok); figure -> {unit, better}
+    curve                     [tokens, bytes] after each chunk of the first window
+    model                     name, how, revision, dtype, parameters, attention
+    text                      name, sha256 (of the decoded text, UTF-8, newlines as line ends), characters
+    protocol                  the fields of `Protocol`
+    versions, device          library -> version or null; type, name, threads
+    git_commit                of this package's checkout, with `+changes` when files differ, or null
+
+Rows of kind `bench` (in `bench.jsonl`) share schema, kind, run, date, strategy, status, reason, traceback, model,
+versions, device and git_commit, and have `bench` (see `kvplus_eval.bench`) instead of the rest.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import platform
+import subprocess
+import uuid
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+import hf_kvplus
+from hf_kvplus.loading import ModelSource
+from kvplus_eval.data import EvalText
+from kvplus_eval.guards import claimed_stored_bits
+from kvplus_eval.metrics import column_units, summarize
+from kvplus_eval.outcome import Outcome
+from kvplus_eval.protocol import Protocol
+
+SCHEMA = "kvplus-eval/1"
+LIBRARIES = (
+    "hf_kvplus",
+    "torch",
+    "transformers",
+    "accelerate",
+    "datasets",
+    "optimum-quanto",
+    "hqq",
+    "numba",
+    "triton",
+)
+
+Row = dict[str, Any]
+
+
+def run_facts(model: PreTrainedModel, source: ModelSource) -> Row:
+    """Collects what all rows of a run share.
+
+    Args:
+        model: The model.
+        source: Where it came from.
+
+    Returns:
+        The shared part of a row.
+    """
+    return {
+        "schema": SCHEMA,
+        "run": uuid.uuid4().hex[:12],
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "model": {
+            **asdict(source),
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "parameters": sum(weights.numel() for weights in model.parameters()),
+            "attention": model.config._attn_implementation,
+        },
+        "versions": library_versions(),
+        "device": device_facts(model.device),
+        "git_commit": git_commit(),
+    }
+
+
+def eval_row(facts: Row, outcome: Outcome, text: EvalText, protocol: Protocol) -> Row:
+    """Makes the row of one strategy.
+
+    Args:
+        facts: The shared part.
+        outcome: What came of the strategy.
+        text: The text.
+        protocol: How it was fed.
+
+    Returns:
+        The row; figures only where the outcome is ok.
+    """
+    good = outcome.status == "ok"
+    return {
+        **facts,
+        **outcome.facts(),
+        "kind": "eval",
+        "claimed_bits": claimed_stored_bits(outcome.strategy),
+        "plan": outcome.measured.plan if good else [],
+        "metrics": summarize(outcome.measured) if good else {},
+        "units": column_units(),
+        "curve": outcome.measured.curve if good else [],
+        "text": {"name": text.name, "sha256": text.sha256, "characters": len(text.text)},
+        "protocol": asdict(protocol),
+    }
+
+
+def append_rows(path: Path, rows: Sequence[Row]) -> None:
+    """Appends rows to a JSON-lines file; what is there stays."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+def read_rows(path: Path) -> list[Row]:
+    """Reads rows back.
+
+    Raises:
+        ValueError: If a row has another schema.
+    """
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    for number, row in enumerate(rows, 1):
+        if row.get("schema") != SCHEMA:
+            raise ValueError(f"`{path}`, row {number}: schema {row.get('schema')!r}, this version reads {SCHEMA!r}")
+    return rows
+
+
+def library_versions() -> dict[str, str | None]:
+    """Returns the versions of the libraries that figures depend on, None for those not installed."""
+    versions: dict[str, str | None] = {"python": platform.python_version()}
+    for name in LIBRARIES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = None
+    return versions
+
+
+def device_facts(device: torch.device) -> dict[str, str | int]:
+    """Names the device that ran the model, and the CPU threads it may use."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name()
+    return {"type": device.type, "name": name, "threads": torch.get_num_threads()}
+
+
+def git_commit() -> str | None:
+    """Returns the commit of the checkout that holds this package, None for an installed copy."""
+    package = Path(hf_kvplus.__file__).parent
+    if _git(package, "ls-files", "--error-unmatch", "__init__.py") is None:
+        return None
+    commit = _git(package, "rev-parse", "--short=12", "HEAD")
+    changes = _git(package, "status", "--porcelain", "--untracked-files=no")
+    return f"{commit}+changes" if commit and changes else commit
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    """Asks git about a folder; None where there is no git or no answer."""
+    try:
+        answer = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return None
+    return answer.stdout.strip() if answer.returncode == 0 else None
+
+
+def _cpu_name() -> str:
+    """Returns the CPU's model name where the system tells, else its architecture."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.is_file() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()

@@ -1,0 +1,148 @@
+"""Tables on the screen, and the one JSON line that ends every command's output."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from hf_kvplus.units import MISSING, format_bytes, format_number, format_percent
+from kvplus_eval.results import SCHEMA, Row
+
+# Wide enough for the widest table when output goes to a file or a pipe, where there is no screen to ask
+PIPE_COLUMNS = 120
+SUMMARY_FIGURES = (
+    "perplexity",
+    "perplexity_change_percent",
+    "kl_mean_nats",
+    "top1_agreement",
+    "stored_bits_per_element",
+    "packed_bits_per_element",
+    "cache_bytes",
+    "share_of_full_cache",
+    "greedy_agreement_tokens",
+    "prefill_ms",
+    "decode_ms_per_token",
+)
+
+
+def make_console() -> Console:
+    """Returns a console that is as wide as the screen, or wide enough for the tables where there is none."""
+    console = Console()
+    return console if console.is_terminal else Console(width=PIPE_COLUMNS)
+
+
+def eval_table(rows: Sequence[Row]) -> Table:
+    """Makes the comparison of an evaluation; strategies without figures show what became of them instead."""
+    table = Table(title="What each cache costs and saves", title_justify="left")
+    heads = ("bits", "packed", "cache", "of full", "perplexity", "change", "KL (nats)", "top-1", "greedy")
+    table.add_column("strategy", no_wrap=True)
+    for head in (*heads, "prefill s", "decode ms"):
+        table.add_column(head, justify="right", no_wrap=True)
+    for row in rows:
+        if row["status"] == "ok":
+            table.add_row(row["strategy"], *_eval_cells(row["metrics"]))
+        else:
+            table.add_row(row["strategy"], f"{row['status']}", *[MISSING] * 10, style="dim")
+    return table
+
+
+def complaints(rows: Sequence[Row]) -> list[str]:
+    """Returns a line for each strategy without figures: `int4: failed: why`."""
+    return [f"{row['strategy']}: {row['status']}: {row['reason']}" for row in rows if row["status"] != "ok"]
+
+
+def eval_summary(rows: Sequence[Row], folder: Path) -> str:
+    """Returns the last line of `kvplus eval`: one JSON object with the main figures of every strategy."""
+    return json.dumps(
+        {
+            "schema": SCHEMA,
+            "kind": "eval-summary",
+            "run": rows[0]["run"],
+            "model": rows[0]["model"]["name"],
+            "text_sha256": rows[0]["text"]["sha256"],
+            "out": str(folder),
+            "strategies": [
+                {
+                    "strategy": row["strategy"],
+                    "status": row["status"],
+                    "reason": row["reason"],
+                    **{name: row["metrics"][name] for name in SUMMARY_FIGURES if name in row["metrics"]},
+                }
+                for row in rows
+            ],
+        }
+    )
+
+
+def bench_table(rows: Sequence[Row]) -> Table:
+    """Makes the comparison of a benchmark, one line for each strategy and context length."""
+    table = Table(title="Decoding one token, strategies in turns", title_justify="left")
+    table.add_column("context", justify="right")
+    table.add_column("strategy", no_wrap=True)
+    for head in ("ms per token", "times dynamic", "fastest to slowest ms", "prefill s", "cache", "KL to dynamic"):
+        table.add_column(head, justify="right", no_wrap=True)
+    for row in rows:
+        context = str(row["bench"]["context_tokens"])
+        if row["status"] == "ok":
+            table.add_row(context, row["strategy"], *_bench_cells(row["bench"]))
+        else:
+            table.add_row(context, row["strategy"], row["status"], *[MISSING] * 5, style="dim")
+    return table
+
+
+def bench_summary(rows: Sequence[Row]) -> str:
+    """Returns the last line of `kvplus bench`: one JSON object with every median and ratio."""
+    names = ("context_tokens", "decode_ms_per_token", "ratio_to_dynamic", "prefill_ms", "cache_bytes", "kl_mean_nats")
+    return json.dumps(
+        {
+            "schema": SCHEMA,
+            "kind": "bench-summary",
+            "run": rows[0]["run"],
+            "model": rows[0]["model"]["name"],
+            "strategies": [
+                {
+                    "strategy": row["strategy"],
+                    "status": row["status"],
+                    "reason": row["reason"],
+                    **{name: row["bench"].get(name) for name in names},
+                }
+                for row in rows
+            ],
+        }
+    )
+
+
+def _eval_cells(figures: Row) -> list[str]:
+    share, prefill_ms, greedy = (
+        figures[name] for name in ("share_of_full_cache", "prefill_ms", "greedy_agreement_tokens")
+    )
+    decode_ms = figures["decode_ms_per_token"]
+    return [
+        format_number(figures["stored_bits_per_element"]),
+        format_number(figures["packed_bits_per_element"]),
+        format_bytes(figures["cache_bytes"]),
+        format_percent(None if share is None else 100 * share),
+        f"{figures['perplexity']:.3f}",
+        format_percent(figures["perplexity_change_percent"], signed=True),
+        format_number(figures["kl_mean_nats"]),
+        f"{figures['top1_agreement']:.3f}",
+        MISSING if greedy is None else f"{greedy}/{figures['greedy_tokens']}",
+        MISSING if prefill_ms is None else f"{prefill_ms / 1000:.2f}",
+        MISSING if decode_ms is None else f"{decode_ms:.1f}",
+    ]
+
+
+def _bench_cells(bench: Row) -> list[str]:
+    ratio = bench["ratio_to_dynamic"]
+    return [
+        f"{bench['decode_ms_per_token']:.2f}",
+        MISSING if ratio is None else f"{ratio:.2f}",
+        f"{bench['decode_ms_fastest']:.1f} to {bench['decode_ms_slowest']:.1f}",
+        f"{bench['prefill_ms'] / 1000:.2f}",
+        format_bytes(bench["cache_bytes"]),
+        format_number(bench["kl_mean_nats"]),
+    ]

@@ -1,0 +1,109 @@
+"""Prefill and decode times, and greedy text, with all strategies taking turns in one run.
+
+A shared machine drifts over minutes. Every round therefore times each strategy once, starting with another one each
+time, and medians are taken over rounds. Times are only measured for strategies that passed the quality pass.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+
+import torch
+from transformers import Cache, PreTrainedModel
+
+from kvplus_eval.measured import Measured
+from kvplus_eval.protocol import Protocol
+from kvplus_eval.runner import make_cache, step
+
+
+def rotated(names: list[str], turn: int) -> list[str]:
+    """Returns `names` starting with another one each turn, so that no strategy always runs first."""
+    shift = turn % max(1, len(names))
+    return names[shift:] + names[:shift]
+
+
+def clock_ms(device: torch.device) -> float:
+    """Returns the time in milliseconds once all work queued on the device is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() * 1000
+
+
+def prefill(model: PreTrainedModel, cache: Cache, token_ids: torch.Tensor, chunk_tokens: int) -> torch.Tensor:
+    """Feeds a prompt in large chunks.
+
+    Args:
+        model: The model.
+        cache: An empty cache.
+        token_ids: The prompt, shape (tokens,).
+        chunk_tokens: Tokens in one pass.
+
+    Returns:
+        Logits of the last position, shape (1, vocab).
+    """
+    for piece in token_ids.split(chunk_tokens):
+        logits = step(model, cache, piece, last_only=True)
+    return logits
+
+
+def time_once(
+    strategy: str, model: PreTrainedModel, token_ids: torch.Tensor, protocol: Protocol, *, decoded_tokens: int
+) -> tuple[float, list[float], list[int]]:
+    """Prefills a fresh cache with one window and decodes greedily after it.
+
+    Args:
+        strategy: A strategy string.
+        model: The model.
+        token_ids: The window, shape (window_tokens,).
+        protocol: Its `prefill_chunk_tokens` is used.
+        decoded_tokens: How many tokens to decode.
+
+    Returns:
+        Milliseconds of prefill, milliseconds of each decoded token, and the tokens.
+    """
+    with torch.inference_mode():
+        cache = make_cache(strategy, model, protocol.longest_tokens)
+        began = clock_ms(model.device)
+        logits = prefill(model, cache, token_ids, protocol.prefill_chunk_tokens)
+        ended = clock_ms(model.device)
+        prefill_ms, decode_ms, greedy_ids = ended - began, [], []
+        for _ in range(decoded_tokens):
+            token = logits.argmax(dim=1)
+            greedy_ids.append(int(token))
+            began = clock_ms(model.device)
+            logits = step(model, cache, token, last_only=True)
+            decode_ms.append(clock_ms(model.device) - began)
+    return prefill_ms, decode_ms, greedy_ids
+
+
+def share_reference_text(measured: Iterable[Measured], greedy_ids: list[int]) -> None:
+    """Puts the reference's greedy text beside every strategy's."""
+    for one in measured:
+        one.reference_greedy_ids = greedy_ids if one.greedy_ids else []
+
+
+def add_times(
+    turn: int,
+    strategy: str,
+    measured: Measured,
+    model: PreTrainedModel,
+    token_ids: torch.Tensor,
+    protocol: Protocol,
+) -> None:
+    """Times a strategy once and adds the times to its measurements; the first round also keeps the greedy text.
+
+    Args:
+        turn: Number of the round, from 0.
+        strategy: A strategy string.
+        measured: Its measurements.
+        model: The model.
+        token_ids: The window, shape (window_tokens,).
+        protocol: What to time.
+    """
+    longest = max(protocol.decode_tokens, protocol.greedy_tokens) if turn == 0 else protocol.decode_tokens
+    prefill_ms, decode_ms, greedy_ids = time_once(strategy, model, token_ids, protocol, decoded_tokens=longest)
+    measured.prefill_ms.append(prefill_ms)
+    measured.decode_ms.extend(decode_ms[: protocol.decode_tokens])
+    if turn == 0:
+        measured.greedy_ids = greedy_ids[: protocol.greedy_tokens]
