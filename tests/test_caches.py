@@ -1,0 +1,189 @@
+"""The cache under `generate`: same text, same cache again, any size, clear errors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import tiny_llama
+from transformers import DynamicCache, PretrainedConfig
+
+from hf_kvplus import KVPlusCache, QuantizedCache, build_cache, measure_memory
+
+GREEDY = {"max_new_tokens": 80, "do_sample": False}
+
+
+def prompt(length: int = 200, batch: int = 1) -> torch.Tensor:
+    return torch.randint(1, 128, (batch, length))
+
+
+@pytest.fixture(scope="module")
+def expected(llama):
+    torch.manual_seed(5)
+    ids = prompt(200, 2)
+    return ids, llama.generate(ids, past_key_values=DynamicCache(config=llama.config), **GREEDY)
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return tiny_llama()
+
+
+@pytest.mark.parametrize("keyword", ["past_key_values", "cache"])
+@pytest.mark.parametrize("strategy", ["fp", "int8"])
+def test_generate_takes_the_cache_under_both_names(llama, expected, strategy, keyword):
+    ids, text = expected
+    cache = build_cache(strategy, llama.config)
+    assert torch.equal(llama.generate(ids, **{keyword: cache}, **GREEDY), text)
+    assert cache.get_seq_length() == text.shape[1] - 1
+    assert strategy == "fp" or measure_memory(cache).packed_elements > 0
+
+
+def test_full_precision_logits_are_those_of_dynamic_cache(llama):
+    ids, ours, theirs = prompt(150), build_cache("fp", llama.config), DynamicCache(config=llama.config)
+    for chunk in ids.split([70, 1, 1, 50, 28], dim=1):
+        with torch.no_grad():
+            ours_logits, theirs_logits = llama(chunk, cache=ours).logits, llama(chunk, cache=theirs).logits
+        assert torch.equal(ours_logits, theirs_logits)
+
+
+def test_sampling_draws_the_same_text(llama):
+    ids, texts = prompt(), []
+    for strategy in ("dynamic", "fp"):
+        torch.manual_seed(3)
+        cache = build_cache(strategy, llama.config)
+        texts.append(llama.generate(ids, cache=cache, do_sample=True, max_new_tokens=40))
+    assert torch.equal(*texts)
+
+
+@pytest.mark.parametrize("strategy", ["fp", "int8"])
+def test_a_second_call_continues_from_the_same_cache(llama, strategy):
+    ids, cache = prompt(), build_cache(strategy, llama.config)
+    once = llama.generate(ids, cache=build_cache(strategy, llama.config), max_new_tokens=60, do_sample=False)
+    first = llama.generate(ids, cache=cache, max_new_tokens=30, do_sample=False)
+    assert torch.equal(llama.generate(first, cache=cache, max_new_tokens=30, do_sample=False), once)
+
+
+@pytest.mark.parametrize("strategy", ["fp", "int4"])
+def test_reset_makes_it_new_even_for_another_batch_size(llama, expected, strategy):
+    ids, _ = expected
+    cache = build_cache(strategy, llama.config)
+    llama.generate(prompt(130), cache=cache, **GREEDY)
+    cache.reset()
+    fresh = llama.generate(ids, cache=build_cache(strategy, llama.config), **GREEDY)
+    assert torch.equal(llama.generate(ids, cache=cache, **GREEDY), fresh)
+
+
+@pytest.mark.parametrize("head_dim", [48, 64, 80, 96, 112, 128, 256])
+@pytest.mark.parametrize("nbits", [2, 3, 4, 5, 6, 8])
+def test_any_head_size_fits(head_dim, nbits):
+    torch.manual_seed(0)
+    cache = QuantizedCache(tiny_llama(head_dim=head_dim).config, nbits=nbits)
+    states = torch.randn(2, 2, 200, head_dim)
+    cache.update(states, states, 0)
+    keys, values = cache.update(states[:, :, :1], states[:, :, :1], 0)
+    assert keys.shape == values.shape == (2, 2, 201, head_dim)
+    assert (keys[:, :, :200] - states).abs().max() < 8 / 2**nbits
+    assert torch.equal(keys[:, :, 136:200], states[:, :, 136:])  # the prompt's tail
+    assert torch.equal(values[:, :, :4], states[:, :, :4])  # the sinks
+
+
+@pytest.mark.parametrize("length", [1, 2, 37, 63, 64, 65, 127, 128, 129, 300])
+def test_any_prompt_length_fits(llama, length):
+    ids = prompt(length)
+    text = llama.generate(ids, cache=build_cache("int8", llama.config), max_new_tokens=70, do_sample=False)
+    assert text.shape[1] == length + 70
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_states_come_back_in_the_models_dtype(dtype):
+    model = tiny_llama().to(dtype)
+    cache = QuantizedCache(model.config, nbits=4)
+    text = model.generate(prompt(150, 2), cache=cache, **GREEDY)
+    assert text.shape[1] == 230
+    assert cache.layers[0].keys.dtype == cache.layers[0].values.dtype == dtype
+    assert measure_memory(cache).packed_elements > 0
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 64, 200])
+def test_chunking_does_not_change_what_is_packed(llama, chunk):
+    states = torch.randn(1, 2, 400, 16)
+    whole, pieces = (QuantizedCache(llama.config, nbits=3) for _ in range(2))
+    whole.update(states, -states, 0)
+    for start in range(0, 400, chunk):
+        part = states[:, :, start : start + chunk]
+        pieces.update(part, -part, 0)
+    for name in ("keys", "values"):
+        for field, tensor in whole.layers[0].packed[name].fields().items():
+            assert torch.equal(tensor, pieces.layers[0].packed[name].get(field)), field
+
+
+def test_a_block_never_changes_once_packed(llama):
+    cache = QuantizedCache(llama.config, nbits=2)
+    cache.update(torch.randn(1, 2, 200, 16), torch.randn(1, 2, 200, 16), 0)
+    before = {k: v.clone() for k, v in cache.layers[0].packed["keys"].fields().items()}
+    for _ in range(300):
+        cache.update(100 * torch.randn(1, 2, 1, 16), torch.randn(1, 2, 1, 16), 0)
+    after = cache.layers[0].packed["keys"].fields(0, len(before["codes"][0, 0]))
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_the_plan_says_what_each_layer_does(llama):
+    plan = QuantizedCache(llama.config, key_nbits=8, value_nbits=4).plan
+    assert len(plan) == 2
+    assert plan[0].startswith("layer 0 (full_attention): ")
+    assert "8 bits" in plan[0]
+    assert "4 sinks" in plan[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"nbits": 7}, ValueError, "`key_nbits` must be one of 2, 3, 4, 5, 6, 8, 16, got 7"),
+        ({"value_nbits": 1}, ValueError, "`value_nbits` must be one of .*, got 1"),
+        (
+            {"group_size": 48, "recipe": "affine"},
+            ValueError,
+            "`group_size` must divide head_dim=16, got 48; use one of 8, 16",
+        ),
+        ({"residual_length": -1}, ValueError, "`residual_length` must be at least 0, got -1"),
+        ({"num_sink_tokens": 1.5}, TypeError, "`num_sink_tokens` must be an integer, got 1.5"),
+        ({"recipe": "magic"}, ValueError, "unknown recipe `magic`"),
+    ],
+)
+def test_bad_options_are_refused_before_work_starts(llama, options, error, message):
+    with pytest.raises(error, match=message):
+        QuantizedCache(llama.config, **options)
+
+
+def test_a_configuration_without_layers_is_refused():
+    with pytest.raises(ValueError, match="has no `num_hidden_layers`"):
+        KVPlusCache(PretrainedConfig())
+
+
+@pytest.mark.parametrize("strategy", ["fp", "int4"])
+def test_a_batch_that_changes_between_calls_is_refused(llama, strategy):
+    cache = build_cache(strategy, llama.config)
+    llama.generate(prompt(100, 2), cache=cache, max_new_tokens=2)
+    with pytest.raises(ValueError, match="batch size 2, got 3"):
+        llama(prompt(1, 3), cache=cache)
+
+
+@pytest.mark.parametrize("strategy", ["fp", "int4"])
+def test_states_of_another_model_or_dtype_are_refused(llama, strategy):
+    cache = build_cache(strategy, llama.config)
+    states = torch.randn(1, 2, 4, 16)
+    cache.update(states, states, 0)
+    with pytest.raises(ValueError, match=r"keys \(2, 16\), got \(4, 16\)"):
+        cache.update(torch.randn(1, 4, 4, 16), states, 0)
+    with pytest.raises(ValueError, match="dtype torch.float32, got torch.float16"):
+        cache.update(states.half(), states.half(), 0)
+    with pytest.raises(ValueError, match="must have shape"):
+        build_cache(strategy, llama.config).update(states[0], states[0], 0)
+
+
+def test_prefill_in_inference_mode_continues_outside_of_it(llama):
+    ids, cache = prompt(150), build_cache("int4", llama.config)
+    with torch.inference_mode():
+        llama(ids, cache=cache)
+    llama.generate(torch.cat([ids, prompt(1)], dim=1), cache=cache, max_new_tokens=80)
+    assert cache.get_seq_length() == 230
