@@ -27,9 +27,10 @@ def main() -> None:
     try:
         app = build_app()
     except ModuleNotFoundError as error:
-        if error.name not in ("typer", "rich"):
+        if str(error.name).partition(".")[0] not in ("typer", "rich"):
             raise
-        sys.exit(MISSING_EXTRA)
+        print(MISSING_EXTRA, file=sys.stderr)
+        sys.exit(2)
     app()
 
 

@@ -65,7 +65,7 @@ def plot_loss(rows: Sequence[Row], path: Path) -> None:
         bits, loss = row["metrics"]["stored_bits_per_element"], row["metrics"]["kl_mean_nats"]
         marker = "v" if loss < KL_FLOOR_NATS else "s" if _is_host(row) else "o"
         axes.plot(bits, max(loss, KL_FLOOR_NATS), marker, color=color, markersize=8, clip_on=False, zorder=3)
-        below = f" (< {KL_FLOOR_NATS:.0e})" if loss < KL_FLOOR_NATS else ""
+        below = " (below 1e-7)" if loss < KL_FLOOR_NATS else ""
         points.append((bits, max(loss, KL_FLOOR_NATS), row["strategy"] + below, color))
     axes.set_xlim(0, max([bits for bits, *_ in points], default=16) * 1.12)
     axes.set_ylim(KL_FLOOR_NATS / 2, max([loss for _, loss, *_ in points], default=1) * 6)

@@ -90,7 +90,7 @@ def _main_cells(row: Row) -> list[str]:
     """Writes one line of the comparison."""
     figures = row["metrics"]
     low, high = figures["perplexity_change_low_percent"], figures["perplexity_change_high_percent"]
-    interval = "" if low is None else f" ({low:+.2f} to {high:+.2f})"
+    interval = "" if low is None else f" ({format_percent(low, signed=True)} to {format_percent(high, signed=True)})"
     greedy = figures["greedy_agreement_tokens"]
     share = figures["share_of_full_cache"]
     prefill_ms = figures["prefill_ms"]

@@ -51,4 +51,5 @@ def format_percent(value: float | None, *, signed: bool = False) -> str:
     """Writes a percentage with two decimals, `+0.14 %` when signed."""
     if value is None:
         return MISSING
-    return f"{value:{'+' if signed else ''}.2f} %"
+    # Rounded before it is written, and a zero added, so that a tiny negative change isn't -0.00
+    return f"{round(value, 2) + 0.0:{'+' if signed else ''}.2f} %"

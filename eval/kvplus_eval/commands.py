@@ -17,7 +17,7 @@ from kvplus_eval.data import cut_windows, load_text
 from kvplus_eval.evaluation import Job, run_evaluation
 from kvplus_eval.protocol import Protocol, choose_strategies, require_positions
 from kvplus_eval.results import append_rows, run_facts
-from kvplus_eval.tables import bench_summary, bench_table, complaints, eval_summary, eval_table, make_console
+from kvplus_eval.tables import bench_summary, bench_table, complaints, eval_summary, eval_tables, make_console
 
 DEFAULT_STRATEGIES = "dynamic,fp,int8,k8v4,int4,int2,hf-quanto4,hf-hqq4,hf-hqq2"
 RANDOM_PROMPT_SEED = 0
@@ -63,7 +63,8 @@ def evaluate(
     rows = run_evaluation(Job(loaded, source, chosen_text, cut, names, protocol, out), console)
     append_rows(out / "results.jsonl", rows)
     report = write_report(rows, out)
-    console.print(eval_table(rows))
+    for table in eval_tables(rows, console.width):
+        console.print(table)
     for line in complaints(rows):
         console.print(line, soft_wrap=True, markup=False)
     console.print(f"rows: {out / 'results.jsonl'}   report: {report}", soft_wrap=True)

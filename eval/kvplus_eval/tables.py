@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -27,6 +28,8 @@ SUMMARY_FIGURES = (
     "prefill_ms",
     "decode_ms_per_token",
 )
+QUALITY_HEADS = ("perplexity", "change", "KL nats", "top-1", "greedy")
+EVAL_HEADS = ("bits", "packed", "cache", "of full", *QUALITY_HEADS, "prefill", "ms/token")
 
 
 def make_console() -> Console:
@@ -35,19 +38,22 @@ def make_console() -> Console:
     return console if console.is_terminal else Console(width=PIPE_COLUMNS)
 
 
-def eval_table(rows: Sequence[Row]) -> Table:
-    """Makes the comparison of an evaluation; strategies without figures show what became of them instead."""
-    table = Table(title="What each cache costs and saves", title_justify="left")
-    heads = ("bits", "packed", "cache", "of full", "perplexity", "change", "KL (nats)", "top-1", "greedy")
-    table.add_column("strategy", no_wrap=True)
-    for head in (*heads, "prefill s", "decode ms"):
-        table.add_column(head, justify="right", no_wrap=True)
-    for row in rows:
-        if row["status"] == "ok":
-            table.add_row(row["strategy"], *_eval_cells(row["metrics"]))
-        else:
-            table.add_row(row["strategy"], f"{row['status']}", *[MISSING] * 10, style="dim")
-    return table
+def eval_tables(rows: Sequence[Row], columns: int) -> list[Table]:
+    """Makes the comparison of an evaluation: one table, or two where the screen is too narrow for one.
+
+    Args:
+        rows: Rows of one evaluation.
+        columns: Characters in a line of the screen.
+
+    Returns:
+        The tables; strategies without figures show what became of them instead.
+    """
+    if columns >= PIPE_COLUMNS:
+        return [_figure_table("What each cache costs and saves", rows, EVAL_HEADS)]
+    return [
+        _figure_table("What each cache costs", rows, QUALITY_HEADS),
+        _figure_table("What each cache takes", rows, [head for head in EVAL_HEADS if head not in QUALITY_HEADS]),
+    ]
 
 
 def complaints(rows: Sequence[Row]) -> list[str]:
@@ -80,10 +86,10 @@ def eval_summary(rows: Sequence[Row], folder: Path) -> str:
 
 def bench_table(rows: Sequence[Row]) -> Table:
     """Makes the comparison of a benchmark, one line for each strategy and context length."""
-    table = Table(title="Decoding one token, strategies in turns", title_justify="left")
+    table = Table(title="Decoding one token, strategies in turns", title_justify="left", box=SIMPLE_HEAD)
     table.add_column("context", justify="right")
     table.add_column("strategy", no_wrap=True)
-    for head in ("ms per token", "times dynamic", "fastest to slowest ms", "prefill s", "cache", "KL to dynamic"):
+    for head in ("ms per token", "of dynamic", "fastest to slowest", "prefill s", "cache", "KL to dynamic"):
         table.add_column(head, justify="right", no_wrap=True)
     for row in rows:
         context = str(row["bench"]["context_tokens"])
@@ -116,24 +122,38 @@ def bench_summary(rows: Sequence[Row]) -> str:
     )
 
 
-def _eval_cells(figures: Row) -> list[str]:
-    share, prefill_ms, greedy = (
-        figures[name] for name in ("share_of_full_cache", "prefill_ms", "greedy_agreement_tokens")
-    )
-    decode_ms = figures["decode_ms_per_token"]
-    return [
-        format_number(figures["stored_bits_per_element"]),
-        format_number(figures["packed_bits_per_element"]),
-        format_bytes(figures["cache_bytes"]),
-        format_percent(None if share is None else 100 * share),
-        f"{figures['perplexity']:.3f}",
-        format_percent(figures["perplexity_change_percent"], signed=True),
-        format_number(figures["kl_mean_nats"]),
-        f"{figures['top1_agreement']:.3f}",
-        MISSING if greedy is None else f"{greedy}/{figures['greedy_tokens']}",
-        MISSING if prefill_ms is None else f"{prefill_ms / 1000:.2f}",
-        MISSING if decode_ms is None else f"{decode_ms:.1f}",
-    ]
+def _figure_table(title: str, rows: Sequence[Row], heads: Sequence[str]) -> Table:
+    """Makes a table of the figures named in `heads`."""
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
+    table.add_column("strategy", no_wrap=True)
+    for head in heads:
+        table.add_column(head, justify="right", no_wrap=True)
+    for row in rows:
+        if row["status"] == "ok":
+            cells = _eval_cells(row["metrics"])
+            table.add_row(row["strategy"], *(cells[head] for head in heads))
+        else:
+            table.add_row(row["strategy"], row["status"], *[MISSING] * (len(heads) - 1), style="dim")
+    return table
+
+
+def _eval_cells(figures: Row) -> dict[str, str]:
+    """Writes one strategy's figures, each under the head of its column."""
+    share, prefill_ms = figures["share_of_full_cache"], figures["prefill_ms"]
+    greedy, decode_ms = figures["greedy_agreement_tokens"], figures["decode_ms_per_token"]
+    return {
+        "bits": format_number(figures["stored_bits_per_element"]),
+        "packed": format_number(figures["packed_bits_per_element"]),
+        "cache": format_bytes(figures["cache_bytes"]),
+        "of full": MISSING if share is None else f"{100 * share:.1f} %",
+        "perplexity": f"{figures['perplexity']:.3f}",
+        "change": format_percent(figures["perplexity_change_percent"], signed=True),
+        "KL nats": format_number(figures["kl_mean_nats"]),
+        "top-1": f"{figures['top1_agreement']:.3f}",
+        "greedy": MISSING if greedy is None else f"{greedy}/{figures['greedy_tokens']}",
+        "prefill": MISSING if prefill_ms is None else f"{prefill_ms / 1000:.2f} s",
+        "ms/token": MISSING if decode_ms is None else f"{decode_ms:.1f}",
+    }
 
 
 def _bench_cells(bench: Row) -> list[str]:

