@@ -38,7 +38,7 @@ class KVPlusCache(Cache):
     def __init__(self, config: PretrainedConfig, *, quantization: Quantization | None = None) -> None:
         decoder_config = text_config(config)
         self.quantization = quantization if quantization and quantization.packs else None
-        if self.quantization and (head_dim := config_head_dim(decoder_config)):
+        for head_dim in config_head_dims(decoder_config) if self.quantization else ():
             for codec in self.quantization.codecs():
                 codec.check(head_dim)
         layers, self.plan = [], []
@@ -150,14 +150,21 @@ def text_config(config: PretrainedConfig) -> PretrainedConfig:
     return decoder_config
 
 
-def config_head_dim(config: PretrainedConfig) -> int | None:
-    """Returns the channels per head that a configuration names, or `None` where it doesn't tell."""
-    if getattr(config, "head_dim", None):
-        return int(config.head_dim)
-    heads = getattr(config, "num_attention_heads", None)
-    if getattr(config, "kv_lora_rank", None) or not isinstance(heads, int) or not getattr(config, "hidden_size", None):
-        return None
-    return int(config.hidden_size) // heads
+def config_head_dims(config: PretrainedConfig) -> set[int]:
+    """Returns the sizes of attention heads that a configuration names, none where it doesn't tell.
+
+    Layers may differ (Gemma 4 has larger heads in its full-attention layers); latent attention names no size.
+    """
+    sizes = set()
+    for layer_config in config.per_layer_config:
+        heads, hidden_size = (getattr(layer_config, name, None) for name in ("num_attention_heads", "hidden_size"))
+        if getattr(layer_config, "kv_lora_rank", None):
+            continue
+        if getattr(layer_config, "head_dim", None):
+            sizes.add(int(layer_config.head_dim))
+        elif isinstance(heads, int) and heads and hidden_size:
+            sizes.add(int(hidden_size) // heads)
+    return sizes
 
 
 def _move_tensors(layer: Any, device: torch.device) -> None:
