@@ -1,0 +1,76 @@
+"""Writes the README's table from result rows, so that no figure there is typed by hand.
+
+python -m kvplus_eval.readme [results.jsonl] [README.md]
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from hf_kvplus.report import markdown_table
+from hf_kvplus.units import format_bytes, format_number, format_percent
+from kvplus_eval.results import Row, read_rows
+
+BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
+RESULTS, README = Path("eval/results/cpu/results.jsonl"), Path("README.md")
+
+
+def results_section(rows: Sequence[Row]) -> str:
+    """Returns what stands between the markers: what was measured, then a line per strategy.
+
+    Raises:
+        ValueError: If no row has figures.
+    """
+    good = [row for row in rows if row["status"] == "ok"]
+    if not good:
+        raise ValueError("no row has figures; run `kvplus eval` first")
+    model, text, protocol = good[0]["model"], good[0]["text"], good[0]["protocol"]
+    head = ("strategy", "stored bits", "packed bits", "cache of full", "KL to full", "perplexity", "same top token")
+    caption = (
+        f"{model['name']}, {protocol['windows']} windows of {protocol['window_tokens']} tokens of {text['name']} "
+        f"(SHA-256 `{text['sha256'][:12]}`), fed in chunks of {protocol['chunk_tokens']}; full cache "
+        f"{format_bytes(good[0]['metrics']['cache_bytes'])}."
+    )
+    return f"{caption}\n\n{markdown_table(head, [_cells(row) for row in good])}"
+
+
+def _cells(row: Row) -> list[str]:
+    figures = row["metrics"]
+    share = figures["share_of_full_cache"]
+    return [
+        f"`{row['strategy']}`",
+        format_number(figures["stored_bits_per_element"]),
+        format_number(figures["packed_bits_per_element"]),
+        format_percent(None if share is None else 100 * share),
+        format_number(figures["kl_mean_nats"]),
+        format_percent(figures["perplexity_change_percent"], signed=True),
+        format_percent(100 * figures["top1_agreement"]),
+    ]
+
+
+def replace_section(document: str, section: str) -> str:
+    """Puts `section` between the markers and leaves everything else as it is.
+
+    Raises:
+        ValueError: If the markers are missing.
+    """
+    if BEGIN not in document or END not in document:
+        raise ValueError(f"the document must hold the markers `{BEGIN}` and `{END}`")
+    pattern = f"{re.escape(BEGIN)}.*?{re.escape(END)}"
+    return re.sub(pattern, lambda _: f"{BEGIN}\n{section}\n{END}", document, count=1, flags=re.DOTALL)
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Rewrites the section of a README from the latest run in a results file."""
+    results = Path(arguments[0]) if arguments else RESULTS
+    readme = Path(arguments[1]) if len(arguments) > 1 else README
+    rows = read_rows(results)
+    latest = [row for row in rows if row["run"] == rows[-1]["run"]]
+    readme.write_text(replace_section(readme.read_text(encoding="utf-8"), results_section(latest)), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
