@@ -1,0 +1,62 @@
+"""The README's table is made of rows, between its markers and nowhere else."""
+
+import json
+
+import pytest
+from kvplus_eval.readme import BEGIN, END, main, replace_section, results_section
+from kvplus_eval.results import SCHEMA
+
+
+def row(strategy, run="b", **changes):
+    figures = {
+        "stored_bits_per_element": 4.61,
+        "packed_bits_per_element": 4.5,
+        "share_of_full_cache": 0.144,
+        "kl_mean_nats": 0.00503,
+        "perplexity_change_percent": 0.41,
+        "top1_agreement": 0.9712,
+        "cache_bytes": 47185920,
+    }
+    return {
+        "schema": SCHEMA,
+        "run": run,
+        "status": "ok",
+        "strategy": strategy,
+        "model": {"name": "smollm2-135m"},
+        "text": {"name": "a.txt", "sha256": "0123456789abcdef"},
+        "protocol": {"windows": 4, "window_tokens": 2048, "chunk_tokens": 64},
+        "metrics": {**figures, **changes},
+    }
+
+
+def test_each_strategy_gets_a_line_with_its_figures():
+    section = results_section([row("dynamic"), row("int4", kl_mean_nats=0.25)])
+    assert "4 windows of 2048 tokens of a.txt" in section
+    assert "0123456789ab`" in section
+    line = next(line for line in section.splitlines() if line.startswith("| `int4`"))
+    for figure in ("4.61", "4.5", "14.4", "0.25", "+0.41", "97.1"):
+        assert figure in line
+
+
+def test_only_the_latest_run_enters_and_the_rest_of_the_document_stays(tmp_path):
+    results, readme = tmp_path / "results.jsonl", tmp_path / "README.md"
+    rows = [row("old", run="a"), row("dynamic"), {**row("int4"), "status": "refused", "metrics": {}}]
+    results.write_text("".join(json.dumps(item) + "\n" for item in rows))
+    readme.write_text(f"before\n{BEGIN}\nstale\n{END}\nafter \\1\n")
+    main([str(results), str(readme)])
+    first = readme.read_text()
+    assert first.startswith(f"before\n{BEGIN}\n")
+    assert first.endswith(f"\n{END}\nafter \\1\n")
+    assert "dynamic" in first
+    assert "stale" not in first
+    assert "`old`" not in first
+    assert "`int4`" not in first
+    main([str(results), str(readme)])
+    assert readme.read_text() == first
+
+
+def test_a_document_without_markers_and_rows_without_figures_are_refused():
+    with pytest.raises(ValueError, match="must hold the markers"):
+        replace_section("no markers", "table")
+    with pytest.raises(ValueError, match="no row has figures"):
+        results_section([{**row("int4"), "status": "failed"}])
