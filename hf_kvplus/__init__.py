@@ -4,6 +4,7 @@ Importing this package starts no accelerator, patches nothing and needs torch an
 """
 
 from hf_kvplus.caches import KVPlusCache, QuantizedCache
+from hf_kvplus.encoder_decoder import KVPlusEncoderDecoderCache
 from hf_kvplus.memory import MemoryBreakdown, measure_memory
 from hf_kvplus.recipes import Quantization
 from hf_kvplus.strategies import StrategyInfo, available_strategies, build_cache
@@ -12,6 +13,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "KVPlusCache",
+    "KVPlusEncoderDecoderCache",
     "MemoryBreakdown",
     "Quantization",
     "QuantizedCache",

@@ -11,6 +11,7 @@ layer is a buffer that grows, and `update` returns a view of it.
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -81,7 +82,12 @@ class KVLayer(CacheLayerMixin):
     # Sizes
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Learns batch, heads, channels, dtype and device from the first states, possibly of length 0."""
+        """Learns batch, heads, channels, dtype and device from the first states, possibly of length 0.
+
+        Raises:
+            ValueError: If the shapes don't fit or a codec can't take the channels.
+            TypeError: If the states aren't floating-point tensors.
+        """
         require_states(key_states, value_states)
         states = {"keys": key_states, "values": value_states}
         for name, codec in self.codecs.items():
@@ -89,7 +95,9 @@ class KVLayer(CacheLayerMixin):
         self.batch_size = key_states.shape[0]
         self.dtype, self.device = key_states.dtype, key_states.device
         self.shapes = {name: (tensor.shape[1], tensor.shape[3]) for name, tensor in states.items()}
-        self.recent.replace({name: tensor[:, :, :0].detach() for name, tensor in states.items()})
+        for store in self._stores():
+            store.clear()
+        self.recent.append({name: tensor[:, :, :0].detach() for name, tensor in states.items()})
         self.padding = RowPadding.unknown(self.batch_size)
         self.is_initialized = True
 
@@ -140,7 +148,7 @@ class KVLayer(CacheLayerMixin):
         Raises:
             ValueError: If batch, heads, channels or dtype differ from earlier calls.
         """
-        if not self.is_initialized:
+        if self.cumulative_length == 0:  # an empty layer takes any states, also after `early_initialization` or a crop
             self.lazy_initialization(key_states, value_states)
         new = {"keys": key_states, "values": value_states}
         self._check_states(new)
@@ -164,8 +172,10 @@ class KVLayer(CacheLayerMixin):
             held[f"(kv_heads, head_dim) of {name}"] = self.shapes[name]
         different = [f"{name} {held[name]}, got {got[name]}" for name in held if held[name] != got[name]]
         if different:
+            rows = got["batch size"] / held["batch size"]
+            repeat = f", or `batch_repeat_interleave({int(rows)})`" if rows > 1 and rows.is_integer() else ""
             raise ValueError(
-                f"this cache holds states with {'; '.join(different)}. Use a new cache, or `reset()` this one"
+                f"this cache holds states with {'; '.join(different)}. Use a new cache, or `reset()` this one{repeat}"
             )
 
     def _observe_padding(self, attention_kwargs: Any, query_length: int) -> None:
@@ -176,10 +186,11 @@ class KVLayer(CacheLayerMixin):
         if positions is None or positions.dim() != 2 or positions.shape[-1] != query_length:
             self.padding.settle()
             return
-        zeros = (positions == 0).expand(self.batch_size, -1)
+        # Padding has position 0 (1 in older releases, -1 in some models), and only the row's beginning tells of it.
+        beginning = (positions <= 1).cumprod(-1).expand(self.batch_size, -1)
         columns = torch.arange(query_length, device=positions.device)
-        last_zero = torch.where(zeros, columns, -1).amax(-1)
-        self.padding.observe(self.cumulative_length, last_zero.tolist(), zeros.all(-1).tolist())
+        last_zero = torch.where((positions == 0) & (beginning == 1), columns, -1).amax(-1)
+        self.padding.observe(self.cumulative_length, last_zero.tolist(), beginning.all(-1).tolist())
 
     def _append_unpacked(self, new: States) -> tuple[States, int]:
         """Appends to the buffer; returns a view of it, or a copy that carries gradients where they're enabled."""
@@ -325,6 +336,7 @@ class KVLayer(CacheLayerMixin):
         else:
             self._crop_packed(length)
         self.cumulative_length = length
+        self.padding.reopen(length)
         self._evict()
 
     def _crop_packed(self, length: int) -> None:
@@ -344,6 +356,7 @@ class KVLayer(CacheLayerMixin):
     def reset(self) -> None:
         """Forgets everything and gives the memory back; the next `update` may have another batch size."""
         self._clear()
+        self.record_past = False
         self.__dict__.pop("batch_size", None)
 
     # Rows and devices
@@ -353,10 +366,10 @@ class KVLayer(CacheLayerMixin):
         self.batch_select_indices(beam_idx)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keeps the batch rows `indices` (integers or a boolean mask), in that order."""
+        """Keeps the batch rows `indices` (integers, from the end if negative, or a boolean mask), in that order."""
         if not self.is_initialized:
             return
-        indices = indices.nonzero()[:, 0] if indices.dtype == torch.bool else indices
+        indices = row_indices(indices, self.batch_size)
         for store in self._stores():
             store.select(indices)
         # Rows that are alike need no list of indices, hence no wait for the device.
@@ -391,9 +404,56 @@ class KVLayer(CacheLayerMixin):
     def _stores(self) -> tuple[GrowingStore, ...]:
         return *self.packed.values(), self.sinks, self.recent
 
+    # Saving
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns all that is held: numbers, and views of the tensors by part; nothing before the first update."""
+        if not self.is_initialized:
+            return {}
+        stores = {**{f"packed_{name}": store for name, store in self.packed.items()}, "sinks": self.sinks}
+        return {
+            "batch_size": self.batch_size,
+            "cumulative_length": self.cumulative_length,
+            "record_past": self.record_past,
+            "dtype": self.dtype,
+            "shapes": self.shapes,
+            "padding": asdict(self.padding),
+            **{name: store.fields() for name, store in stores.items()},
+            "recent": self.recent.fields(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
+        """Holds copies of what `state_dict` of a layer with the same codecs and policy returned.
+
+        Args:
+            state: What `state_dict` returned, its tensors on `device`.
+            device: Where later states will come from.
+        """
+        self.reset()
+        if not state:
+            return
+        self.batch_size, self.cumulative_length = state["batch_size"], state["cumulative_length"]
+        self.record_past, self.dtype, self.device = state["record_past"], state["dtype"], device
+        self.shapes, self.padding = state["shapes"], RowPadding(**state["padding"])
+        for name, store in self.packed.items():
+            if state[f"packed_{name}"]:
+                store.replace(state[f"packed_{name}"])
+        if state["sinks"]:
+            self.sinks.replace(state["sinks"])
+        self.recent.replace(state["recent"])
+        self.is_initialized = True
+
     def describe(self) -> str:
         """Returns what this layer does with its states, in a few words."""
         if not self.codecs:
             return "full precision"
         parts = ", ".join(f"{name} {codec.describe()}" for name, codec in self.codecs.items())
         return f"{parts}; full precision: {self.num_sink_tokens} sinks, last {self.residual_length} tokens"
+
+
+def row_indices(indices: torch.Tensor, batch_size: int) -> torch.Tensor:
+    """Returns row numbers from 0 up for integers (from the end if negative) or a mask over `batch_size` rows."""
+    indices = torch.as_tensor(indices)
+    if indices.dtype == torch.bool:
+        return indices.nonzero()[:, 0]
+    return torch.where(indices < 0, indices + batch_size, indices)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from transformers import Cache, PretrainedConfig
+from transformers import Cache, DynamicCache, EncoderDecoderCache, PretrainedConfig
 
 from hf_kvplus.caches import KVPlusCache, text_config
+from hf_kvplus.encoder_decoder import KVPlusEncoderDecoderCache
 from hf_kvplus.registry import unknown_name
 from hf_kvplus.strategies.base import Options, Strategy, StrategyInfo, strategies
 from hf_kvplus.strategies.grammar import Part, parse
+
+# What of a strategy also holds for the encoder's states; which tokens are kept isn't part of it.
+ENCODER_OPTIONS = ("quantization",)
 
 
 def build_cache(strategy: str, config: PretrainedConfig, *, max_length: int | None = None) -> Cache:
@@ -20,7 +24,8 @@ def build_cache(strategy: str, config: PretrainedConfig, *, max_length: int | No
 
     Returns:
         A cache for `model.generate(..., past_key_values=cache)`: a `KVPlusCache`, or transformers' own for `dynamic`
-        and the `hf-` baselines.
+        and the `hf-` baselines. A model with an encoder gets a pair of them; a baseline's other half is transformers'
+        own at full precision, as in its `generate`.
 
     Raises:
         ValueError: If the strategy is unknown (near matches are named), its parts contradict each other, or the
@@ -35,8 +40,14 @@ def build_cache(strategy: str, config: PretrainedConfig, *, max_length: int | No
     if alone and len(parts) > 1:
         raise ValueError(f"strategy `{strategy}`: `{alone[0]}` stands alone and can't be joined with other parts")
     if alone:
-        return found[0].apply(parts[0], config_checked, max_length)
-    return KVPlusCache(config_checked, **_merge(strategy, parts, found))
+        cache = found[0].apply(parts[0], config_checked, max_length)
+        return EncoderDecoderCache(cache, DynamicCache()) if config.is_encoder_decoder else cache
+    options = _merge(strategy, parts, found)
+    cache = KVPlusCache(config_checked, **options)
+    if not config.is_encoder_decoder:
+        return cache
+    encoder_options = {key: value for key, value in options.items() if key in ENCODER_OPTIONS}
+    return KVPlusEncoderDecoderCache(cache, KVPlusCache(config_checked, cross_attention=True, **encoder_options))
 
 
 def _merge(strategy: str, parts: list[Part], found: list[Strategy]) -> Options:
