@@ -14,6 +14,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 from transformers import TextStreamer
+from transformers.cache_utils import get_layer_types_and_kwargs
 
 from hf_kvplus import available_strategies, build_cache, measure_memory
 from hf_kvplus.loading import ALIASES, load_config, load_model
@@ -22,8 +23,9 @@ from hf_kvplus.strategies.grammar import parse
 from hf_kvplus.units import MISSING, format_bytes, format_number
 
 if TYPE_CHECKING:
-    from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import Cache, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+FULL_LAYER_TYPES = ("full_attention", "indexed_attention", "hybrid")
 REPORTED_PACKAGES = ("hf_kvplus", "torch", "transformers", "accelerate", "huggingface-hub")
 EXTRAS = {
     "cpu": ("numba",),
@@ -82,7 +84,7 @@ def generate(
         do_sample=False,
         streamer=streamer,
     )
-    typer.echo(_cache_line(cache, strategy, loaded, token_ids.shape[0]))
+    typer.echo(_cache_line(cache, strategy, loaded))
     typer.echo(streamer.speed_line())
 
 
@@ -127,13 +129,30 @@ def check_strategy(strategy: str) -> None:
         find_strategy(part.name)
 
 
-def full_cache_bytes(cache: Cache, model: PreTrainedModel, batch_size: int) -> int:
-    """Returns the bytes that keys and values of the same tokens take unquantized, in the model's number type."""
-    config = model.config.get_text_config(decoder=True)
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    per_token = 2 * config.num_hidden_layers * kv_heads * head_dim * model.dtype.itemsize
-    return per_token * batch_size * int(cache.get_seq_length())
+def full_cache_bytes(config: PreTrainedConfig, tokens: int, bytes_per_element: int) -> int:
+    """Returns the bytes that keys and values of one sequence take in transformers' own cache, by arithmetic.
+
+    Layers with a window of their own keep one token less than the window; layers without keys and values keep none.
+
+    Args:
+        config: The model's config.
+        tokens: Tokens in the cache.
+        bytes_per_element: Bytes of one number.
+
+    Returns:
+        The bytes of all layers.
+    """
+    text_config = config.get_text_config(decoder=True)
+    kept_tokens = 0
+    for layer_type, options in zip(*get_layer_types_and_kwargs(text_config), strict=True):
+        if "sliding_window" in options:
+            kept_tokens += min(tokens, options["sliding_window"] - 1)
+        elif layer_type in FULL_LAYER_TYPES:
+            kept_tokens += tokens
+    heads = text_config.num_attention_heads
+    head_dim = getattr(text_config, "head_dim", None) or text_config.hidden_size // heads
+    kv_heads = getattr(text_config, "num_key_value_heads", None) or heads
+    return 2 * kept_tokens * kv_heads * head_dim * bytes_per_element
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, prompt: str, *, chat: bool) -> torch.Tensor:
@@ -149,14 +168,15 @@ def _encode(tokenizer: PreTrainedTokenizerBase, prompt: str, *, chat: bool) -> t
     return token_ids.long()
 
 
-def _cache_line(cache: Cache, strategy: str, model: PreTrainedModel, batch_size: int) -> str:
+def _cache_line(cache: Cache, strategy: str, model: PreTrainedModel) -> str:
     """Tells what the cache took against the full one."""
     memory = measure_memory(cache)
-    full_bytes = full_cache_bytes(cache, model, batch_size)
+    tokens = int(cache.get_seq_length())
+    full_bytes = full_cache_bytes(model.config, tokens, model.dtype.itemsize)
     share = 100 * memory.total_bytes / full_bytes
     return (
         f"cache: {format_bytes(memory.total_bytes)} with {strategy}, {format_bytes(full_bytes)} unquantized "
-        f"({share:.1f} %), {int(cache.get_seq_length())} tokens, {memory.bits_per_element:.2f} bits per element"
+        f"({share:.1f} %), {tokens} tokens, {memory.bits_per_element:.2f} bits per element"
     )
 
 

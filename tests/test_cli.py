@@ -2,11 +2,14 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from checkpoints import one_thread, save_tiny_checkpoint
+from transformers import DynamicCache, Gemma3TextConfig
 from typer.testing import CliRunner
 
 from hf_kvplus import available_strategies
 from hf_kvplus.cli import build_app
+from hf_kvplus.commands import full_cache_bytes
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +70,26 @@ def test_an_empty_prompt_is_refused(checkpoint):
     result = run("generate", "--model", checkpoint, "--prompt", "", "--strategy", "fp")
     assert result.exit_code == 2
     assert "`prompt`" in result.stderr
+
+
+@pytest.mark.parametrize("tokens", [5, 8, 40])
+def test_the_full_cache_is_what_transformers_own_cache_holds(tokens):
+    config = Gemma3TextConfig(
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        vocab_size=16,
+        sliding_window=8,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+    )
+    cache = DynamicCache(config=config)
+    for layer in range(4):
+        cache.update(torch.zeros(1, 1, tokens, 8), torch.zeros(1, 1, tokens, 8), layer)
+    held = sum(states[..., 0].numel() * 8 for layer in cache.layers for states in (layer.keys, layer.values))
+    assert full_cache_bytes(config, tokens, bytes_per_element=2) == 2 * held
 
 
 def test_chat_without_a_template_is_refused(checkpoint):
