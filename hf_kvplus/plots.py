@@ -23,6 +23,8 @@ REFERENCE_COLOR = "#222222"
 HOST_COLOR = "#8a8f98"
 LABEL_POINTS = 9
 KL_FLOOR_NATS = 1e-7
+FULL_PRECISION_BITS = 16
+TICK_BITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 
 
 def plot_bytes(rows: Sequence[Row], path: Path) -> None:
@@ -49,7 +51,7 @@ def plot_bytes(rows: Sequence[Row], path: Path) -> None:
 
 
 def plot_loss(rows: Sequence[Row], path: Path) -> None:
-    """Draws KL divergence (log) against stored bits, one point a strategy.
+    """Draws KL divergence against stored bits, both logarithmic, one point a strategy.
 
     The reference itself isn't drawn, its divergence is zero. Points below the floor are drawn on it, as triangles.
 
@@ -58,16 +60,21 @@ def plot_loss(rows: Sequence[Row], path: Path) -> None:
         path: The PNG file to write.
     """
     figure, axes = _figure()
+    axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     shown = [(row, color) for row, color in zip(rows, _colors(rows), strict=True) if not _is_reference(row)]
     points: list[tuple[float, float, str, str]] = []
     for row, color in shown:
         bits, loss = row["metrics"]["stored_bits_per_element"], row["metrics"]["kl_mean_nats"]
         marker = "v" if loss < KL_FLOOR_NATS else "s" if _is_host(row) else "o"
-        axes.plot(bits, max(loss, KL_FLOOR_NATS), marker, color=color, markersize=8, clip_on=False, zorder=3)
+        axes.plot(bits, max(loss, KL_FLOOR_NATS), marker, color=color, markersize=9, markeredgecolor="white", zorder=3)
         below = " (below 1e-7)" if loss < KL_FLOOR_NATS else ""
         points.append((bits, max(loss, KL_FLOOR_NATS), row["strategy"] + below, color))
-    axes.set_xlim(0, max([bits for bits, *_ in points], default=16) * 1.12)
+    widths = [bits for bits, *_ in points] or [FULL_PRECISION_BITS]
+    axes.set_xlim(0.75 * min(widths), 1.5 * max(widths))
+    axes.set_xticks([width for width in TICK_BITS if 0.75 * min(widths) <= width <= 1.5 * max(widths)])
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.xaxis.set_minor_formatter("")
     axes.set_ylim(KL_FLOOR_NATS / 2, max([loss for _, loss, *_ in points], default=1) * 6)
     axes.set_xlabel("stored bits per element (codes, scales, sinks, recent tokens: everything)")
     axes.set_ylabel("KL to the full cache (nats, mean)")
@@ -154,7 +161,7 @@ def _label_ends(figure: Figure, axes: Axes, ends: list[tuple[float, str, str]]) 
             va="center",
             color=color,
             fontsize=LABEL_POINTS,
-            arrowprops={"arrowstyle": "-", "color": color, "linewidth": 0.7, "shrinkA": 1, "shrinkB": 0},
+            arrowprops=_leader(color, relpos=(0, 0.5)),
             annotation_clip=False,
         )
 
@@ -184,8 +191,13 @@ def _label_points(figure: Figure, axes: Axes, points: list[tuple[float, float, s
                 break
         taken.append(box.padded(2))
         if max(abs(offset[0]), abs(offset[1])) > 14:
-            line = {"arrowstyle": "-", "color": color, "linewidth": 0.7, "shrinkA": 1, "shrinkB": 4}
-            axes.annotate("", xy=(bits, loss), xytext=offset, textcoords="offset points", arrowprops=line)
+            leader = _leader(color, shrinkB=4)
+            axes.annotate("", xy=(bits, loss), xytext=offset, textcoords="offset points", arrowprops=leader)
+
+
+def _leader(color: str, **changes: Any) -> dict[str, Any]:
+    """Returns the style of a thin stroke from a label to what it names."""
+    return {"arrowstyle": "-", "color": color, "linewidth": 0.7, "shrinkA": 1, "shrinkB": 0, **changes}
 
 
 def _offsets() -> list[tuple[float, float]]:
