@@ -3,7 +3,7 @@
 Importing this package starts no accelerator, patches nothing and needs torch and transformers only.
 """
 
-from hf_kvplus.caches import KVPlusCache, QuantizedCache
+from hf_kvplus.caches import KVPlusCache, QuantizedCache, SlidingWindowCache
 from hf_kvplus.encoder_decoder import KVPlusEncoderDecoderCache
 from hf_kvplus.memory import MemoryBreakdown, measure_memory
 from hf_kvplus.recipes import Quantization
@@ -17,6 +17,7 @@ __all__ = [
     "MemoryBreakdown",
     "Quantization",
     "QuantizedCache",
+    "SlidingWindowCache",
     "StrategyInfo",
     "available_strategies",
     "build_cache",

@@ -18,12 +18,17 @@ from hf_kvplus.codecs import Codec
 from hf_kvplus.fingerprint import config_fields
 from hf_kvplus.hybrid import HybridKVLayer, repeat_recurrent_rows, select_recurrent_rows
 from hf_kvplus.layer import KVLayer
-from hf_kvplus.policies import FullPolicy, NativeWindowPolicy, Policy
+from hf_kvplus.policies import FullPolicy, NativeWindowPolicy, Policy, SinkWindowPolicy
 from hf_kvplus.recipes import Quantization
+from hf_kvplus.rope import key_rotation, rotated_layers
+from hf_kvplus.window_layer import SinkWindowLayer
+from hf_kvplus.window_masks import Uncomparable, WindowMasks
 
 # Layer types whose keys and values are stored here; a chunk (Llama 4) is a window to a cache, only its mask differs.
 WINDOWED = ("sliding_attention", "chunked_attention", "hybrid_sliding")
 HYBRID = ("hybrid", "hybrid_sliding")
+# Layer types whose state has a fixed size.
+RECURRENT = ("linear_attention", "conv", "mamba")
 HANDLED_LAYER_TYPES = ("full_attention", *HYBRID, *WINDOWED)
 
 
@@ -36,6 +41,7 @@ class KVPlusCache(Cache):
     Args:
         config: The model's configuration; of a multimodal or encoder-decoder model the text decoder's part is used.
         quantization: How states are quantized; `None` keeps them as they are.
+        window: Sinks and a window, for the layers that have full attention; `None` keeps every token.
         cross_attention: Whether this cache holds what a decoder reads of its encoder: every layer keeps all of it,
             whatever window the decoder has; see `KVPlusEncoderDecoderCache`.
 
@@ -49,9 +55,11 @@ class KVPlusCache(Cache):
         config: PretrainedConfig,
         *,
         quantization: Quantization | None = None,
+        window: SinkWindowPolicy | None = None,
         cross_attention: bool = False,
     ) -> None:
         decoder_config = text_config(config)
+        self.window = window
         self.is_encoder_decoder = bool(getattr(config, "is_encoder_decoder", False))
         self.last_updated: int | None = None
         self.cross_attention = cross_attention
@@ -68,6 +76,8 @@ class KVPlusCache(Cache):
             layer, note = self._build_layer(layer_type, options)
             layers.append(layer)
             self.plan.append(f"layer {index} ({layer_type}): {note}")
+        if window:
+            self._put_windows(layers, layer_types, decoder_config)
         super().__init__(layers=layers)
 
     def _build_layer(self, layer_type: str, options: dict[str, Any]) -> tuple[Any, str]:
@@ -92,6 +102,46 @@ class KVPlusCache(Cache):
         else:
             layer = KVLayer(*codecs, **arguments)
         return layer, layer.describe() + window
+
+    def _put_windows(self, layers: list[Any], layer_types: list[str], config: PretrainedConfig) -> None:
+        """Replaces the layers with full attention by layers with sinks and a window.
+
+        Raises:
+            ValueError: If the model has none, some of another kind that grows, or can't be windowed.
+        """
+        growing = {kind for kind in layer_types if kind not in ("full_attention", *WINDOWED, *RECURRENT)}
+        if growing or "full_attention" not in layer_types:
+            what = f"its layers of type {', '.join(sorted(growing))} would keep growing" if growing else "it has none"
+            raise ValueError(f"`window` is for layers with full attention, but of this model {what}; leave it out")
+        if getattr(config, "alibi", False) or config.model_type in ("bloom", "mpt"):
+            raise ValueError(
+                f"`window` doesn't fit model type {config.model_type!r}: its attention adds a bias for every token "
+                "that it has seen (ALiBi); leave it out"
+            )
+        policy, quantization = self.window, self.quantization
+        held = policy.sliding_window + policy.rollback_tokens
+        if quantization and held <= quantization.residual_length + quantization.block_tokens:
+            quantization = None
+        rotation = key_rotation(config) if policy.positions == "shifted" else None
+        rotated = rotated_layers(config) if rotation else [False] * len(layers)
+        masks = WindowMasks()
+        for index, layer_type in enumerate(layer_types):
+            if layer_type == "full_attention":
+                layers[index] = SinkWindowLayer(
+                    *(quantization.codecs() if quantization else ()),
+                    policy=policy,
+                    masks=masks,
+                    rotation=rotation if rotated[index] else None,
+                    residual_length=quantization.residual_length if quantization else 0,
+                    num_sink_tokens=quantization.num_sink_tokens if quantization else 0,
+                )
+                self.plan[index] = f"layer {index} ({layer_type}): {layers[index].describe()}"
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        """Returns the column of the next query, for masks."""
+        offset = super().get_query_offset(layer_idx)
+        # transformers leaves out the mask of a prompt; with a window it is needed, which the sizes decide.
+        return Uncomparable(offset) if isinstance(self.layers[layer_idx], SinkWindowLayer) else offset
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -140,7 +190,8 @@ class KVPlusCache(Cache):
     def options(self) -> dict[str, Any]:
         """Returns what `from_options` builds an empty cache like this one from, as plain values."""
         quantization = asdict(self.quantization) if self.quantization else None
-        return {"quantization": quantization, "cross_attention": self.cross_attention}
+        window = asdict(self.window) if self.window else None
+        return {"quantization": quantization, "window": window, "cross_attention": self.cross_attention}
 
     @classmethod
     def from_options(cls, config: PretrainedConfig, options: dict[str, Any]) -> KVPlusCache:
@@ -151,8 +202,9 @@ class KVPlusCache(Cache):
             ValueError: If an option is out of range or doesn't fit the model.
         """
         options = dict(options)
-        quantization = options.pop("quantization")
-        return KVPlusCache(config, quantization=Quantization(**quantization) if quantization else None, **options)
+        for name, kind in {"quantization": Quantization, "window": SinkWindowPolicy}.items():
+            options[name] = kind(**options[name]) if options[name] else None
+        return KVPlusCache(config, **options)
 
     def to(self, device: torch.device | str) -> KVPlusCache:
         """Moves every layer to `device` and returns the cache."""
@@ -211,6 +263,46 @@ class QuantizedCache(KVPlusCache):
             recipe=recipe,
         )
         super().__init__(config, quantization=quantization)
+
+
+class SlidingWindowCache(KVPlusCache):
+    """Sinks and a window: constant memory, however long the text; each query sees both and nothing else.
+
+    Source: Efficient Streaming Language Models with Attention Sinks, https://arxiv.org/abs/2309.17453; differs in that
+    sinks are moved along RoPE instead of the window, that rows have their own sinks, and that a prompt may come in any
+    chunks. Layers that have a window of their own (Gemma, Mistral, gpt-oss) keep it.
+
+    Args:
+        config: The model's configuration.
+        sliding_window: Latest tokens that a query sees, itself included.
+        num_sink_tokens: First real tokens of each row that stay visible.
+        positions: `"original"`, or `"shifted"` for text beyond the length that the model was trained for.
+        nbits: Bits per code of the window's packed part: 2, 3, 4, 5, 6, 8, or 16 for none.
+        prefill: `"windowed"` or `"dense"`; see `SinkWindowPolicy`.
+        rollback_tokens: Tokens that can be cropped at any time without `activate_past_recording`.
+
+    Raises:
+        TypeError: If `config` isn't a transformers configuration.
+        ValueError: If an option is out of range, or doesn't fit the model.
+
+    Example:
+        >>> cache = SlidingWindowCache(model.config, sliding_window=1020, positions="shifted")
+        >>> model.generate(**inputs, past_key_values=cache, max_new_tokens=20_000)
+    """
+
+    def __init__(
+        self,
+        config: PretrainedConfig,
+        sliding_window: int,
+        num_sink_tokens: int = 4,
+        positions: str = "original",
+        nbits: int = 16,
+        prefill: str = "windowed",
+        rollback_tokens: int = 0,
+    ) -> None:
+        window = SinkWindowPolicy(sliding_window, num_sink_tokens, positions, prefill, rollback_tokens)
+        quantization = Quantization(nbits, nbits, num_sink_tokens=num_sink_tokens)
+        super().__init__(config, quantization=quantization, window=window)
 
 
 def text_config(config: PretrainedConfig) -> PretrainedConfig:

@@ -76,7 +76,7 @@ class KVLayer(CacheLayerMixin):
         self.packed = {name: PackedStore(codec) for name, codec in self.codecs.items()}
         self.sinks = SinkStore(self.num_sink_tokens)
         # Packing keeps the recent tokens below one block more than `residual_length`.
-        self.recent = GrowingStore(minimum=64, floor=self.residual_length + self.block_tokens if self.codecs else 0)
+        self.recent = GrowingStore(minimum=16, ceiling=self.residual_length + self.block_tokens if self.codecs else 0)
         self.padding = RowPadding([])
 
     # Sizes
@@ -225,7 +225,7 @@ class KVLayer(CacheLayerMixin):
 
     def _pack(self, due: States, begin: int) -> None:
         """Encodes whole blocks that start at column `begin`, but those that no later query will see."""
-        gone = 0 if self.record_past else self.policy.first_visible(self.cumulative_length) - begin
+        gone = 0 if self.record_past else self.policy.first_kept(self.cumulative_length) - begin
         skipped = min(max(0, gone) // self.block_tokens, due["keys"].shape[2] // self.block_tokens) * self.block_tokens
         if skipped:
             for store in self.packed.values():
@@ -245,7 +245,7 @@ class KVLayer(CacheLayerMixin):
 
     def _evict(self) -> None:
         """Drops what no later query can see; packed blocks go whole."""
-        surplus = self.policy.first_visible(self.cumulative_length) - self.first_stored
+        surplus = self.policy.first_kept(self.cumulative_length) - self.first_stored
         if surplus <= 0:
             return
         if not self.codecs:

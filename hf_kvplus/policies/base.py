@@ -19,6 +19,10 @@ class Policy(ABC):
     def first_visible(self, seq_length: int) -> int:
         """Returns the first of `seq_length` stored tokens that the next query sees."""
 
+    def first_kept(self, seq_length: int) -> int:
+        """Returns the first of `seq_length` stored tokens that isn't dropped; by default the first visible one."""
+        return self.first_visible(seq_length)
+
     @abstractmethod
     def max_length(self) -> int:
         """Returns the most tokens ever held, or -1 without a bound."""

@@ -2,10 +2,11 @@
 
 Axis 2 counts tokens or blocks. Appending writes into reserved room; only when it runs out is a larger buffer taken,
 a fixed fraction larger, so that the copying per appended token stays constant on average. Dropping from the front
-moves an offset, and the room is reused when the buffer is next replaced: a window has constant memory.
+moves an offset, and the room is reused when the buffer is next replaced: a window has constant memory. A store with a
+`bound` never grows beyond it while its content fits: what is held moves to the front, in place, when room runs out.
 
-    buffer  [ dropped | held ......... | reserved ]
-              start     start + length   capacity
+    buffer  [ lead, dropped | held ......... | reserved ]
+              0               start            start + length, up to capacity
 """
 
 from __future__ import annotations
@@ -21,13 +22,18 @@ class GrowingStore:
     Args:
         growth: When room runs out, the new capacity is what's needed plus `1 / growth` of it.
         minimum: Smallest room reserved by a growth, in entries.
-        floor: Smallest capacity, for a store whose largest length is known.
+        ceiling: Longest that the store is known to get, or 0; below it room doubles and never goes beyond.
+        bound: Capacity that suffices for a window, or 0. Choose it larger than the window by the entries that may be
+            appended between two moves to the front.
+        lead: Entries before those held that stay free, see `prefixed`.
     """
 
-    def __init__(self, growth: int = 32, minimum: int = 1, floor: int = 0) -> None:
+    def __init__(self, growth: int = 32, minimum: int = 1, ceiling: int = 0, bound: int = 0, lead: int = 0) -> None:
         self.growth = growth
         self.minimum = minimum
-        self.floor = floor
+        self.ceiling = ceiling
+        self.bound = bound
+        self.lead = lead
         self.start = 0
         self.length = 0
         self._buffers: dict[str, torch.Tensor] = {}
@@ -57,7 +63,8 @@ class GrowingStore:
             upcoming: Entries that are known to follow at once; room for them is taken in the same step.
         """
         added = next(iter(fields.values())).shape[2]
-        if not self._buffers or self.start + self.length + added > self.capacity or self._is_frozen():
+        short = self.start + self.length + added > self.capacity
+        if not self._buffers or self._is_frozen() or (short and not self._move_to_front(added)):
             self._reallocate(fields, added + upcoming)
         for name, tensor in fields.items():
             self._buffers[name].narrow(2, self.start + self.length, added).copy_(tensor)
@@ -77,18 +84,47 @@ class GrowingStore:
         needed = self.length + added
         # The first append of a prompt takes exactly what it needs: the prompt is known, its continuation isn't.
         room = max(self.minimum, needed // self.growth) if self.length else 0
-        capacity = self.floor if 0 < needed <= self.floor else needed + room
+        if self.length and needed <= self.ceiling:
+            room = min(self.ceiling - needed, max(self.minimum, needed))
+        capacity = self.lead + needed + room
+        if self.lead + needed <= self.bound:
+            # Once entries are dropped the store is a window that stays as long as it is.
+            capacity = self.bound if self.start > self.lead else min(capacity, self.bound)
         for name, tensor in fields.items():
             shape = (*tensor.shape[:2], capacity, *tensor.shape[3:])
             buffer = tensor.new_empty(shape)
             if self.length:
-                buffer.narrow(2, 0, self.length).copy_(self.get(name))
+                buffer.narrow(2, self.lead, self.length).copy_(self.get(name))
             self._buffers[name] = buffer
-        self.start = 0
+        self.start = self.lead
+
+    def _move_to_front(self, added: int) -> bool:
+        """Makes room at the end of a bounded store by moving what is held, in pieces that don't overlap."""
+        shift = self.start - self.lead
+        if shift < 1 or self.capacity != self.bound or self.lead + self.length + added > self.bound:
+            return False
+        for buffer in self._buffers.values():
+            for first in range(0, self.length, shift):
+                count = min(shift, self.length - first)
+                buffer.narrow(2, self.lead + first, count).copy_(buffer.narrow(2, self.start + first, count))
+        self.start = self.lead
+        return True
+
+    def prefixed(self, fields: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Writes entries into the free room before those held and returns views of both.
+
+        Args:
+            fields: Tensors `(batch, kv_heads, n, ...)` with `n` up to `lead`; the next `prefixed` or `append` may
+                overwrite them.
+        """
+        count = next(iter(fields.values())).shape[2]
+        for name, tensor in fields.items():
+            self._buffers[name].narrow(2, self.start - count, count).copy_(tensor)
+        return self.fields(-count)
 
     def replace(self, fields: dict[str, torch.Tensor]) -> None:
         """Forgets what is held and holds copies of `fields` instead, in the same buffers where they fit."""
-        self.start = self.length = 0
+        self.start, self.length = self.lead, 0
         self.append(fields)
 
     def drop_front(self, count: int) -> None:
@@ -96,7 +132,11 @@ class GrowingStore:
         count = min(count, self.length)
         self.start += count
         self.length -= count
-        if self.start > max(self.length, 4 * self.minimum):
+        if self.bound:
+            wasteful = self.capacity > self.bound >= self.lead + self.length
+        else:
+            wasteful = self.start > max(self.length, 4 * self.minimum)
+        if wasteful:
             self._reallocate(self.fields(), 0)
 
     def drop_back(self, count: int) -> None:
@@ -122,8 +162,15 @@ class GrowingStore:
 
     def _map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Replaces every buffer by what `function` makes of the part that is held."""
-        self._buffers = {name: function(self.get(name)).contiguous() for name in self._buffers}
-        self.start = 0
+        for name, buffer in self._buffers.items():
+            held = function(self.get(name))
+            if not self.bound:
+                self._buffers[name] = held.contiguous()
+                continue
+            moved = held.new_empty((*held.shape[:2], buffer.shape[2], *held.shape[3:]))
+            moved.narrow(2, self.lead, self.length).copy_(held)
+            self._buffers[name] = moved
+        self.start = self.lead
 
     @property
     def used_bytes(self) -> int:

@@ -18,10 +18,11 @@ class PackedStore(GrowingStore):
 
     Args:
         codec: How blocks become bytes.
+        bound: Blocks that suffice for a window, or 0; see `GrowingStore`.
     """
 
-    def __init__(self, codec: Codec) -> None:
-        super().__init__(growth=64)
+    def __init__(self, codec: Codec, bound: int = 0) -> None:
+        super().__init__(growth=64, bound=bound)
         self.codec = codec
 
     def append_states(self, states: torch.Tensor, valid: torch.Tensor | None = None) -> None:

@@ -1,0 +1,150 @@
+"""Turning keys further along RoPE: what moves attention sinks up to a window that has left them behind.
+
+Rotary positions turn each pair of channels by `position * inv_freq`, so a stored key moves `n` tokens forward by one
+more turn of `n * inv_freq`. That needs the model's frequencies and its pairing of channels, both of which are asked
+of the model's own code: its rotary embedding class gives the frequencies (scaled and partial ones included), its
+`rotate_half` shows which channels belong together. Any scaling of keys stays as it is.
+
+Left out, and refused by name: frequencies that change with the length (dynamic, LongRoPE: keys of one window disagree
+about them), several axes (vision-language models), layers without RoPE among layers with it where the configuration
+doesn't tell them apart, and positions that aren't rotary.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from types import ModuleType
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig
+
+FULL = "full_attention"
+CHANGING = ("dynamic", "longrope")
+# Models whose full-attention layers have no rotary positions although their configuration has frequencies.
+UNROTATED = ("cohere2", "cohere2_moe", "exaone4", "exaone_moe")
+REMEDY = 'use positions="original"'
+
+
+class KeyRotation:
+    """Moves keys forward by whole tokens.
+
+    Args:
+        inv_freq: Radians per token of each pair of channels, `(pairs,)`; further channels carry no position.
+        interleaved: Whether channels 2i and 2i + 1 form a pair, rather than i and i + pairs.
+    """
+
+    def __init__(self, inv_freq: torch.Tensor, interleaved: bool) -> None:
+        self.inv_freq = inv_freq.detach().double().cpu()
+        self.interleaved = interleaved
+        self._latest: tuple[Any, tuple[torch.Tensor, torch.Tensor]] | None = None
+
+    def forward(self, keys: torch.Tensor, tokens: list[list[int]]) -> torch.Tensor:
+        """Returns keys moved forward.
+
+        Args:
+            keys: `(batch, kv_heads, n, head_dim)`, rotated to the positions they come from.
+            tokens: For each row (or once for all) how far it moves, once per copy to be made.
+
+        Returns:
+            `(batch, kv_heads, copies * n, head_dim)`, the copies one after another, in the dtype of `keys`.
+        """
+        cos, sin = self._turns(tokens, keys.device)  # (rows, 1, copies, 1, pairs)
+        copies = keys.float()[:, :, None]
+        pairs = len(self.inv_freq)
+        rotated, rest = copies[..., : 2 * pairs], copies[..., 2 * pairs :]
+        if self.interleaved:
+            first, second = rotated[..., 0::2], rotated[..., 1::2]
+        else:
+            first, second = rotated[..., :pairs], rotated[..., pairs:]
+        turned = first * cos - second * sin, second * cos + first * sin
+        joined = torch.stack(turned, dim=-1).flatten(-2) if self.interleaved else torch.cat(turned, dim=-1)
+        if rest.shape[-1]:
+            joined = torch.cat([joined, rest.expand(*joined.shape[:-1], -1)], dim=-1)
+        return joined.flatten(2, 3).to(keys.dtype)
+
+    def _turns(self, tokens: list[list[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns cosines and sines; the layers of a forward pass ask for the same ones."""
+        key = (tokens, device)
+        if self._latest is None or self._latest[0] != key:
+            # Double precision: a million tokens times one radian leaves float32 two digits of the angle.
+            angles = torch.tensor(tokens, dtype=torch.float64)[:, None, :, None, None] * self.inv_freq
+            self._latest = key, (angles.cos().float().to(device), angles.sin().float().to(device))
+        return self._latest[1]
+
+
+def key_rotation(config: PretrainedConfig) -> KeyRotation:
+    """Returns how the full-attention layers of a model rotate their keys.
+
+    Args:
+        config: The configuration of a text decoder.
+
+    Raises:
+        ValueError: If they don't, or not in a way that can be continued; the message names the reason.
+    """
+    parameters = getattr(config, "rope_parameters", None)
+    if not parameters:
+        raise ValueError(_refusal(config, "it has no rotary positions that its configuration describes"))
+    layered = isinstance(parameters.get(FULL), dict)
+    parameters = parameters[FULL] if layered else parameters
+    rope_type = parameters.get("rope_type", "default")
+    if "mrope_section" in parameters or "mrope_interleaved" in parameters:
+        raise ValueError(_refusal(config, "its positions have several axes (mRoPE)"))
+    if rope_type in CHANGING:
+        raise ValueError(_refusal(config, f"its RoPE type {rope_type!r} changes the frequencies with the length"))
+    if config.model_type in UNROTATED:
+        raise ValueError(_refusal(config, "its full-attention layers have no rotary positions"))
+    module = _modeling_module(config)
+    return KeyRotation(_frequencies(config, module, layered), _is_interleaved(config, module))
+
+
+def rotated_layers(config: PretrainedConfig) -> list[bool]:
+    """Returns for each layer whether it has rotary positions, as far as the configuration tells."""
+    flags = getattr(config, "no_rope_layers", None)  # 1 where there is RoPE, for all its name
+    return [bool(flag) for flag in flags] if flags else [True] * config.num_hidden_layers
+
+
+def _refusal(config: PretrainedConfig, reason: str) -> str:
+    return f'positions="shifted" can\'t be right for model type {config.model_type!r}: {reason}; {REMEDY}'
+
+
+def _modeling_module(config: PretrainedConfig) -> ModuleType:
+    """Returns the module with the model's code, which stands beside that of its configuration."""
+    name = type(config).__module__
+    try:
+        return importlib.import_module(name.replace("configuration_", "modeling_"))
+    except ImportError:
+        raise ValueError(_refusal(config, f"its code isn't found beside {name}")) from None
+
+
+def _frequencies(config: PretrainedConfig, module: ModuleType, layered: bool) -> torch.Tensor:
+    """Returns what the model's own rotary embedding computes as `inv_freq`."""
+    found = [
+        entry
+        for name, entry in vars(module).items()
+        if inspect.isclass(entry)
+        and name.endswith("RotaryEmbedding")
+        and hasattr(entry, "compute_default_rope_parameters")
+        and entry.__module__ == module.__name__
+        and "Vision" not in name
+    ]
+    if len(found) != 1:
+        raise ValueError(_refusal(config, f"its code has {len(found)} rotary embeddings to choose from"))
+    rotary = found[0](config)
+    return getattr(rotary, f"{FULL}_inv_freq" if layered else "inv_freq")
+
+
+def _is_interleaved(config: PretrainedConfig, module: ModuleType) -> bool:
+    """Finds out from the model's own functions which channels form a pair."""
+    probe = torch.tensor([[[[1.0, 2.0, 3.0, 4.0]]]])
+    if hasattr(module, "rotate_half"):
+        turned = module.rotate_half(probe)
+    elif hasattr(module, "_apply_rotary_emb"):
+        turned = module._apply_rotary_emb(probe, torch.zeros(1, 1, 1, 2), torch.ones(1, 1, 1, 2))
+    else:
+        raise ValueError(_refusal(config, "its code has no `rotate_half` to learn the pairing of channels from"))
+    for interleaved, expected in ((False, [-3.0, -4.0, 1.0, 2.0]), (True, [-2.0, 1.0, -4.0, 3.0])):
+        if turned.flatten().tolist() == expected:
+            return interleaved
+    raise ValueError(_refusal(config, "its code rotates channels in a way that isn't known here"))
