@@ -170,6 +170,6 @@ def _check_digest(path: Path, file: BinaryIO, header: bytes, claimed: str) -> No
         digest.update(piece)
     if digest.hexdigest() != claimed:
         raise CacheFileError(
-            f"{path} is damaged: its content has the digest {digest.hexdigest()[:16]}..., `{DIGEST}` in its header says "
+            f"{path} is damaged: its content has the digest {digest.hexdigest()[:16]}..., its header says `{DIGEST}` "
             f"{claimed[:16]}...; save the cache again"
         )

@@ -82,7 +82,8 @@ def fingerprint_model(model: PreTrainedModel, *, read_weights: bool = True) -> M
     revision = getattr(model.config, "_commit_hash", None)
     if not read_weights and revision is None:
         raise ValueError(
-            "`read_weights=False` needs a model from the hub, but its configuration names no commit; use read_weights=True"
+            "`read_weights=False` needs a model from the hub, but its configuration names no commit; let the "
+            "weights be read"
         )
     return ModelFingerprint(_hash_weights(model) if read_weights else None, revision)
 
@@ -102,7 +103,7 @@ def _hash_weights(model: PreTrainedModel) -> str:
 
 
 def hash_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Returns a SHA-256 of what decides which ids a text becomes: vocabulary, merges, special tokens, chat template."""
+    """Returns a SHA-256 of what decides which ids a text becomes: vocabulary, merges, special tokens, template."""
     fields = {
         "vocabulary": sorted(tokenizer.get_vocab().items()),
         "special": {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
@@ -117,7 +118,7 @@ def hash_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def config_fields(config: PretrainedConfig) -> dict[str, Any]:
-    """Returns the fields of a configuration that may change the states, as JSON values; RoPE settings are among them."""
+    """Returns the fields of a configuration that may change the states, RoPE settings among them, as JSON values."""
     fields = {
         name: value
         for name, value in config.to_dict().items()
@@ -144,9 +145,8 @@ def find_differences(saved: Any, here: Any, name: str) -> list[str]:
     """
     if isinstance(saved, dict) and isinstance(here, dict):
         keys = [*saved, *(key for key in here if key not in saved)]
-        return [
-            line for key in keys for line in find_differences(saved.get(key), here.get(key), f"{name}.{key}".strip("."))
-        ]
+        triples = [(saved.get(key), here.get(key), f"{name}.{key}".strip(".")) for key in keys]
+        return [line for triple in triples for line in find_differences(*triple)]
     if isinstance(saved, list) and isinstance(here, list) and len(saved) == len(here):
         pairs = enumerate(zip(saved, here, strict=True))
         return [line for index, (old, new) in pairs for line in find_differences(old, new, f"{name}[{index}]")]
