@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import tiny_llama
 from transformers import DynamicCache, PretrainedConfig
 
+from conftest import tiny_llama
 from hf_kvplus import KVPlusCache, QuantizedCache, build_cache, measure_memory
 
 GREEDY = {"max_new_tokens": 80, "do_sample": False}

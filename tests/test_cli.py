@@ -3,10 +3,10 @@ import sys
 
 import pytest
 import torch
-from checkpoints import one_thread, save_tiny_checkpoint
 from transformers import DynamicCache, Gemma3TextConfig
 from typer.testing import CliRunner
 
+from checkpoints import one_thread, save_tiny_checkpoint
 from hf_kvplus import available_strategies
 from hf_kvplus.cli import build_app
 from hf_kvplus.commands import full_cache_bytes

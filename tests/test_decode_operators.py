@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import tiny_llama
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from conftest import tiny_llama
 from hf_kvplus import build_cache
 
 PROMPT_TOKENS, STEPS = 8192, 512

@@ -2,8 +2,8 @@ import sys
 
 import pytest
 import torch
-from checkpoints import one_thread, save_tiny_checkpoint
 
+from checkpoints import one_thread, save_tiny_checkpoint
 from hf_kvplus import loading
 from hf_kvplus.loading import Alias, Location, find_model, hub_status, load_config, load_model, resolve_device
 

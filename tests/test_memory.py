@@ -7,10 +7,10 @@ import types
 
 import pytest
 import torch
-from conftest import tiny_llama_config
 from torch.profiler import ProfilerActivity, profile
 from transformers import DynamicCache
 
+from conftest import tiny_llama_config
 from hf_kvplus import build_cache, measure_memory
 
 OURS = ["fp", "int8", "k8v4", "int4", "int3", "int2", "k16v4"]

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-
 import pytest
 import torch
-from conftest import tiny_llama_config
 from transformers import DynamicCache, StaticCache
 
+from conftest import tiny_llama_config
 from hf_kvplus import KVPlusCache, available_strategies, build_cache
 from hf_kvplus.strategies import parse, split_list
 

@@ -1,12 +1,12 @@
 import json
 
 import pytest
-from checkpoints import one_thread, save_tiny_checkpoint, write_words
-from kvplus_eval.results import SCHEMA, read_rows
 from typer.testing import CliRunner
 
+from checkpoints import one_thread, save_tiny_checkpoint, write_words
 from hf_kvplus.cli import build_app
 from hf_kvplus.report import write_report
+from kvplus_eval.results import SCHEMA, read_rows
 
 ROW_KEYS = {"schema", "kind", "run", "date", "strategy", "status", "reason", "traceback", "claimed_bits", "plan"}
 ROW_KEYS |= {"metrics", "units", "curve", "model", "text", "protocol", "versions", "device", "git_commit"}

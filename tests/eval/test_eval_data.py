@@ -1,10 +1,11 @@
 import hashlib
 
 import pytest
+from transformers import AutoTokenizer
+
 from checkpoints import save_tiny_checkpoint
 from kvplus_eval import data
 from kvplus_eval.data import EvalText, cut_windows, load_text
-from transformers import AutoTokenizer
 
 
 @pytest.fixture(scope="module")

@@ -1,17 +1,17 @@
 import pytest
 import torch
+from rich.console import Console
+from transformers import DynamicCache
+
+import hf_kvplus
 from checkpoints import one_thread, save_tiny_checkpoint
+from hf_kvplus import MemoryBreakdown
+from hf_kvplus.loading import load_model
 from kvplus_eval import runner
 from kvplus_eval.data import EvalText
 from kvplus_eval.evaluation import Job, run_evaluation
 from kvplus_eval.guards import RefusedError, claimed_stored_bits, refuse_unpacked
 from kvplus_eval.protocol import Protocol
-from rich.console import Console
-from transformers import DynamicCache
-
-import hf_kvplus
-from hf_kvplus import MemoryBreakdown
-from hf_kvplus.loading import load_model
 
 
 @pytest.fixture(scope="module")

@@ -2,11 +2,11 @@ import math
 
 import pytest
 import torch
+
+from hf_kvplus import MemoryBreakdown
 from kvplus_eval.measured import Measured
 from kvplus_eval.metrics import METRICS, column_units, score_positions, summarize
 from kvplus_eval.metrics.perplexity import paired_interval
-
-from hf_kvplus import MemoryBreakdown
 
 
 def log_probs(*shape, seed=0):

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+
 from kvplus_eval.readme import BEGIN, END, main, replace_section, results_section
 from kvplus_eval.results import SCHEMA
 

@@ -1,6 +1,7 @@
 import numpy
 import pytest
 import torch
+
 from kvplus_eval.reference import ReferenceStore
 
 
