@@ -7,16 +7,12 @@ from typing import Any
 
 import torch
 from transformers import PretrainedConfig
-from transformers.cache_utils import (
-    DYNAMIC_LAYER_TYPE_MAPPING,
-    Cache,
-    LinearAttentionLayer,
-    get_layer_types_and_kwargs,
-)
+from transformers.cache_utils import Cache
 
 from hf_kvplus.codecs import Codec
+from hf_kvplus.compat import DYNAMIC_LAYER_TYPE_MAPPING, layer_configs, layer_types_and_options
 from hf_kvplus.fingerprint import config_fields
-from hf_kvplus.hybrid import HybridKVLayer, repeat_recurrent_rows, select_recurrent_rows
+from hf_kvplus.hybrid import HybridKVLayer, RecurrentLayer
 from hf_kvplus.layer import KVLayer
 from hf_kvplus.policies import FullPolicy, NativeWindowPolicy, Policy, SinkWindowPolicy
 from hf_kvplus.recipes import Quantization
@@ -35,8 +31,8 @@ HANDLED_LAYER_TYPES = ("full_attention", *HYBRID, *WINDOWED)
 class KVPlusCache(Cache):
     """A cache of `KVLayer`s, composed from parts; every other class here is a preset of it.
 
-    Layers of a type that isn't handled (linear attention, indexed, shared) keep transformers' own layer class. `plan`
-    says what happens with each layer.
+    Layers of a type that isn't handled (indexed, compressed, shared) keep transformers' own layer class. `plan` says
+    what happens with each layer.
 
     Args:
         config: The model's configuration; of a multimodal or encoder-decoder model the text decoder's part is used.
@@ -69,7 +65,7 @@ class KVPlusCache(Cache):
             for codec in self.quantization.codecs():
                 codec.check(head_dim)
         layers, self.plan = [], []
-        layer_types, layer_options = get_layer_types_and_kwargs(decoder_config)
+        layer_types, layer_options = layer_types_and_options(decoder_config)
         if cross_attention:
             layer_types, layer_options = ["full_attention"] * len(layer_types), [{}] * len(layer_types)
         for index, (layer_type, options) in enumerate(zip(layer_types, layer_options, strict=True)):
@@ -82,6 +78,9 @@ class KVPlusCache(Cache):
 
     def _build_layer(self, layer_type: str, options: dict[str, Any]) -> tuple[Any, str]:
         """Returns one layer and what it does."""
+        if layer_type in RECURRENT:
+            layer = RecurrentLayer(**options)
+            return layer, layer.describe()
         if layer_type not in HANDLED_LAYER_TYPES:
             return _transformers_layer(layer_type, options)
         policy: Policy = FullPolicy()
@@ -166,26 +165,7 @@ class KVPlusCache(Cache):
         """Forgets everything and gives the memory back; the next prompt may have another batch size."""
         self.last_updated = None
         for layer in self.layers:
-            if type(layer) is LinearAttentionLayer:
-                layer.__init__(number_of_states=layer.number_of_states)
-            else:
-                layer.reset()
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keeps the batch rows `indices` (integers or a boolean mask) of every layer, in that order."""
-        for layer in self.layers:
-            if hasattr(layer, "batch_select_indices"):
-                layer.batch_select_indices(indices)
-            else:
-                select_recurrent_rows(layer, indices)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeats every batch row of every layer `repeats` times in place."""
-        for layer in self.layers:
-            if hasattr(layer, "batch_repeat_interleave"):
-                layer.batch_repeat_interleave(repeats)
-            else:
-                repeat_recurrent_rows(layer, repeats)
+            layer.reset()
 
     def options(self) -> dict[str, Any]:
         """Returns what `from_options` builds an empty cache like this one from, as plain values."""
@@ -209,7 +189,7 @@ class KVPlusCache(Cache):
     def to(self, device: torch.device | str) -> KVPlusCache:
         """Moves every layer to `device` and returns the cache."""
         for layer in self.layers:
-            if isinstance(layer, KVLayer):
+            if isinstance(layer, (KVLayer, RecurrentLayer)):
                 layer.to(device)
             else:
                 _move_tensors(layer, torch.device(device))
@@ -346,7 +326,7 @@ def config_head_dims(config: PretrainedConfig) -> set[int]:
     Layers may differ (Gemma 4 has larger heads in its full-attention layers); latent attention names no size.
     """
     sizes = set()
-    for layer_config in config.per_layer_config:
+    for layer_config in layer_configs(config):
         heads, hidden_size = (getattr(layer_config, name, None) for name in ("num_attention_heads", "hidden_size"))
         if getattr(layer_config, "kv_lora_rank", None):
             continue

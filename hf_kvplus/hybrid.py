@@ -1,8 +1,9 @@
 """Layers that keep a recurrent state, alone or beside keys and values (Mamba, gated delta rule, short convolutions).
 
 The state is transformers' own and stays as it is; it has no length, so there is nothing to pack. What is added here is
-what that class leaves out: rows can be selected and repeated, and a layer that runs attention and a recurrence side by
-side (Falcon-H1, Zamba 2) stores its keys and values like any other.
+what that class leaves out: rows can be selected and repeated, `reset` allows another batch size, gradients aren't
+retained, and a layer that runs attention and a recurrence side by side (Falcon-H1, Zamba 2) stores its keys and values
+like any other.
 """
 
 from __future__ import annotations
@@ -10,12 +11,75 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers.cache_utils import LinearAttentionCacheLayerMixin, LinearAttentionLayer
+from transformers.cache_utils import LinearAttentionLayer
 
 from hf_kvplus.layer import KVLayer, row_indices
 
 
-class HybridKVLayer(LinearAttentionLayer, KVLayer):
+class RecurrentLayer(LinearAttentionLayer):
+    """Holds the convolution and recurrent states of a layer, as they are.
+
+    Args:
+        number_of_states: States of each sort in the layer.
+        **options: Ignored, as by transformers' layer.
+    """
+
+    def update_conv_state(self, conv_states: torch.Tensor, state_idx: int = 0, **options: Any) -> torch.Tensor:
+        """Stores the newest inputs of a convolution, detached, and returns all it reads, `(batch, channels, seq)`."""
+        self._take_new_storage(self.conv_states, state_idx)
+        states = super().update_conv_state(conv_states, state_idx, **options)
+        self.conv_states[state_idx] = self.conv_states[state_idx].detach()
+        return states
+
+    def update_recurrent_state(self, recurrent_states: torch.Tensor, state_idx: int = 0, **options: Any) -> torch.Tensor:
+        """Stores a recurrent state, detached, and returns it."""
+        self._take_new_storage(self.recurrent_states, state_idx)
+        states = super().update_recurrent_state(recurrent_states, state_idx, **options)
+        self.recurrent_states[state_idx] = states.detach()
+        return states
+
+    def _take_new_storage(self, states: dict[int, torch.Tensor | None], state_idx: int) -> None:
+        """Leaves what an earlier graph may still need untouched by the copy that follows."""
+        if torch.is_grad_enabled() and states[state_idx] is not None:
+            states[state_idx] = torch.empty_like(states[state_idx]).copy_(states[state_idx])
+
+    def describe(self) -> str:
+        """Returns what this layer does with its states, in a few words."""
+        return "recurrent state as it is"
+
+    def reset(self) -> None:
+        """Forgets everything and gives the memory back."""
+        LinearAttentionLayer.__init__(self, number_of_states=self.number_of_states)
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Reorders the rows for beam search."""
+        self.batch_select_indices(beam_idx)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keeps the batch rows `indices` (integers or a boolean mask), in that order."""
+        rows = self._rows()
+        if rows is not None:
+            LinearAttentionLayer.reorder_cache(self, row_indices(indices, rows))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeats every batch row `repeats` times in place."""
+        rows = self._rows()
+        if rows is not None:
+            LinearAttentionLayer.reorder_cache(self, torch.arange(rows).repeat_interleave(repeats))
+
+    def _rows(self) -> int | None:
+        """Returns the batch rows held, or `None` before the first forward."""
+        states = (*self.conv_states.values(), *self.recurrent_states.values())
+        return next((state.shape[0] for state in states if state is not None), None)
+
+    def to(self, device: torch.device | str) -> None:
+        """Moves everything to `device`; later states must come from there."""
+        for states in (self.conv_states, self.recurrent_states):
+            states.update({index: state.to(device) for index, state in states.items() if state is not None})
+        self.device = torch.device(device)
+
+
+class HybridKVLayer(RecurrentLayer, KVLayer):
     """A `KVLayer` with a recurrent state beside it.
 
     Args:
@@ -44,29 +108,22 @@ class HybridKVLayer(LinearAttentionLayer, KVLayer):
 
     def reset(self) -> None:
         """Forgets everything."""
-        LinearAttentionLayer.__init__(self, number_of_states=self.number_of_states)
+        RecurrentLayer.reset(self)
         KVLayer.reset(self)
-
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        """Reorders the rows for beam search."""
-        self.batch_select_indices(beam_idx)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keeps the batch rows `indices`, in that order."""
-        select_recurrent_rows(self, indices)
+        RecurrentLayer.batch_select_indices(self, indices)
         KVLayer.batch_select_indices(self, indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeats every batch row `repeats` times in place."""
-        repeat_recurrent_rows(self, repeats)
+        RecurrentLayer.batch_repeat_interleave(self, repeats)
         KVLayer.batch_repeat_interleave(self, repeats)
 
     def to(self, device: torch.device | str) -> None:
         """Moves everything to `device`."""
-        self.conv_states, self.recurrent_states = (
-            {index: None if state is None else state.to(device) for index, state in states.items()}
-            for states in (self.conv_states, self.recurrent_states)
-        )
+        RecurrentLayer.to(self, device)
         KVLayer.to(self, device)
 
     def offload(self) -> None:
@@ -81,25 +138,4 @@ class HybridKVLayer(LinearAttentionLayer, KVLayer):
 
     def describe(self) -> str:
         """Returns what this layer does with its states, in a few words."""
-        return f"{KVLayer.describe(self)}; recurrent state as it is"
-
-
-def recurrent_batch_size(layer: LinearAttentionCacheLayerMixin) -> int | None:
-    """Returns the batch rows of a recurrent state, or `None` before the first forward."""
-    states = [*layer.conv_states.values(), *layer.recurrent_states.values()]
-    return next((state.shape[0] for state in states if state is not None), None)
-
-
-def select_recurrent_rows(layer: LinearAttentionCacheLayerMixin, indices: torch.Tensor) -> None:
-    """Keeps the batch rows `indices` of the recurrent states, in that order."""
-    batch_size = recurrent_batch_size(layer)
-    if batch_size is not None:
-        LinearAttentionCacheLayerMixin.reorder_cache(layer, row_indices(indices, batch_size))
-
-
-def repeat_recurrent_rows(layer: LinearAttentionCacheLayerMixin, repeats: int) -> None:
-    """Repeats every batch row of the recurrent states `repeats` times."""
-    batch_size = recurrent_batch_size(layer)
-    if batch_size is not None:
-        rows = torch.arange(batch_size).repeat_interleave(repeats)
-        LinearAttentionCacheLayerMixin.reorder_cache(layer, rows)
+        return f"{KVLayer.describe(self)}; {RecurrentLayer.describe(self)}"
