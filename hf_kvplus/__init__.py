@@ -3,23 +3,38 @@
 Importing this package starts no accelerator, patches nothing and needs torch and transformers only.
 """
 
+from hf_kvplus import compat as _compat  # noqa: F401, before all else: it checks the versions
+
+# isort: split
+from hf_kvplus.cachefile import CacheFileError
 from hf_kvplus.caches import KVPlusCache, QuantizedCache, SlidingWindowCache
 from hf_kvplus.encoder_decoder import KVPlusEncoderDecoderCache
+from hf_kvplus.fingerprint import ModelFingerprint, fingerprint_model
 from hf_kvplus.memory import MemoryBreakdown, measure_memory
 from hf_kvplus.recipes import Quantization
+from hf_kvplus.reuse import PrefixCache, ReusedPrefix, reuse_prefix
+from hf_kvplus.saving import load_cache, save_cache
 from hf_kvplus.strategies import StrategyInfo, available_strategies, build_cache
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "CacheFileError",
     "KVPlusCache",
     "KVPlusEncoderDecoderCache",
     "MemoryBreakdown",
+    "ModelFingerprint",
+    "PrefixCache",
     "Quantization",
     "QuantizedCache",
+    "ReusedPrefix",
     "SlidingWindowCache",
     "StrategyInfo",
     "available_strategies",
     "build_cache",
+    "fingerprint_model",
+    "load_cache",
     "measure_memory",
+    "reuse_prefix",
+    "save_cache",
 ]
