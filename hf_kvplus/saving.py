@@ -93,16 +93,15 @@ def save_cache(
             )
         tensors[SAVED_IDS] = input_ids
     known = model if isinstance(model, ModelFingerprint) or model is None else fingerprint_model(model)
-    metadata = {
-        "format": FILE_FORMAT,
-        "format_version": FORMAT_VERSION,
+    described = {
         "model": known.as_fields() if known else {},
         "tokenizer": hash_tokenizer(tokenizer) if tokenizer is not None else None,
         "versions": _versions(),
         "parts": parts,
     }
-    texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in metadata.items()}
-    write_file(Path(path), tensors, texts)
+    metadata = {name: json.dumps(value) for name, value in described.items()}
+    metadata |= {"format": FILE_FORMAT, "format_version": FORMAT_VERSION}
+    write_file(Path(path), tensors, metadata)
 
 
 def load_cache(
