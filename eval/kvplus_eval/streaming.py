@@ -1,0 +1,202 @@
+"""Endless text through a window: what sinks and shifted positions are for, against recomputing the window.
+
+One text goes through each cache in chunks, each token scored by what the model says before it sees it. Every
+`every_tokens` some tokens go one at a time and are timed. The yardstick recomputes: for each `stride` tokens the model
+reads the latest `window` tokens anew, positions from 0, and only the new ones are scored. Rows are JSON lines.
+
+    python -m kvplus_eval.streaming --model smollm2-135m --text wiki.txt --out streaming.jsonl
+    python -m kvplus_eval.streaming --plot streaming.jsonl --image docs/streaming.png
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from hf_kvplus import build_cache, measure_memory
+from hf_kvplus.loading import load_model
+from kvplus_eval.data import load_text
+from kvplus_eval.results import library_versions
+
+Row = dict[str, Any]
+STRATEGIES = (
+    "window:1020,sinks=4,positions=shifted",
+    "window:1020,sinks=4",
+    "window:1024,sinks=0",
+    "int4+window:1020,sinks=4,positions=shifted",
+)
+
+
+def stream(model: PreTrainedModel, token_ids: torch.Tensor, strategy: str, chunk: int, every: int, timed: int) -> Row:
+    """Feeds a text through a cache.
+
+    Args:
+        model: A causal language model.
+        token_ids: `(tokens,)`.
+        strategy: The cache.
+        chunk: Tokens fed at once.
+        every: Tokens between two measurements of time and bytes.
+        timed: Tokens fed one at a time and timed at each of them.
+
+    Returns:
+        `losses` per token (nats, the first token has none), and by position `ms_per_token` and `cache_bytes`.
+    """
+    cache = build_cache(strategy, model.config)
+    losses, times, sizes, last = [], {}, {}, None
+    for first, count, alone in _pieces(len(token_ids), chunk, every, timed):
+        begin = time.perf_counter()
+        piece = token_ids[None, first : first + count]
+        logits = model(input_ids=piece, cache=cache).logits[0].float()
+        elapsed_ms = 1000 * (time.perf_counter() - begin)
+        before = logits[:-1] if last is None else torch.cat([last, logits[:-1]])
+        losses += torch.nn.functional.cross_entropy(before, piece[0, -len(before) :], reduction="none").tolist()
+        last = logits[-1:]
+        if alone:
+            times.setdefault(first // every * every, []).append(elapsed_ms)
+            sizes[first // every * every] = measure_memory(cache).total_bytes
+    medians = {position: statistics.median(values) for position, values in times.items()}
+    return {"strategy": strategy, "chunk": chunk, "losses": losses, "ms_per_token": medians, "cache_bytes": sizes}
+
+
+def _pieces(total: int, chunk: int, every: int, timed: int) -> Iterator[tuple[int, int, bool]]:
+    """Yields (first token, tokens, whether they are timed)."""
+    first = 0
+    while first < total:
+        alone = first >= every and first % every < timed
+        boundary = (first // every + 1) * every
+        count = 1 if alone else min(chunk, boundary - first, total - first)
+        yield first, count, alone
+        first += count
+
+
+def recompute(model: PreTrainedModel, token_ids: torch.Tensor, window: int, stride: int, first: int) -> Row:
+    """Scores tokens from `first` on with a window that is read anew for every `stride` tokens.
+
+    Args:
+        model: A causal language model.
+        token_ids: `(tokens,)`.
+        window: Tokens read each time.
+        stride: Of which this many are scored; a step that decodes one token would cost a whole reading.
+        first: First token to score.
+
+    Returns:
+        `losses` per token from `first` on, and `ms_per_token`, the time of one reading.
+    """
+    losses, times = [], []
+    for start in range(first, len(token_ids), stride):
+        end = min(start + stride, len(token_ids))
+        piece = token_ids[None, end - window : end]
+        begin = time.perf_counter()
+        logits = model(input_ids=piece, use_cache=False).logits[0].float()
+        times.append(1000 * (time.perf_counter() - begin))
+        scored = logits[-(end - start) - 1 : -1]
+        losses += torch.nn.functional.cross_entropy(scored, token_ids[start:end], reduction="none").tolist()
+    return {
+        "strategy": f"recompute:{window}",
+        "stride": stride,
+        "first": first,
+        "losses": losses,
+        "ms_per_token": {first: statistics.median(times)},
+    }
+
+
+def summarize(rows: Sequence[Row], last_tokens: int) -> list[Row]:
+    """Returns per row the perplexity of the last tokens, the largest loss and the figures of time and bytes."""
+    figures = []
+    for row in rows:
+        tail = row["losses"][-last_tokens:]
+        times, sizes = list(row["ms_per_token"].values()), list(row.get("cache_bytes", {}).values())
+        figures.append(
+            {
+                "strategy": row["strategy"],
+                "perplexity": math.exp(statistics.fmean(tail)),
+                "tokens": len(tail),
+                "finite": all(map(math.isfinite, row["losses"])),
+                "ms_per_token": [round(value, 1) for value in times],
+                "cache_bytes": sorted(set(sizes)),
+            }
+        )
+    return figures
+
+
+def plot(rows: Sequence[Row], path: Path, smooth: int = 512) -> None:
+    """Draws perplexity along the text, and the bytes of the cache.
+
+    Raises:
+        ImportError: If matplotlib isn't installed.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (above, below) = pyplot.subplots(2, 1, sharex=True, figsize=(8, 6), height_ratios=(3, 1))
+    for row in rows:
+        losses = torch.tensor(row["losses"])
+        means = losses[: len(losses) // smooth * smooth].unflatten(0, (-1, smooth)).mean(1)
+        places = row.get("first", 1) + smooth * torch.arange(1, len(means) + 1)
+        above.plot(places, means.exp(), label=row["strategy"])
+        if row.get("cache_bytes"):
+            sizes = {int(place): size / 2**20 for place, size in row["cache_bytes"].items()}
+            below.plot(list(sizes), list(sizes.values()), marker=".")
+    above.set(ylabel=f"perplexity, {smooth} tokens at a time", yscale="log")
+    above.legend(fontsize="small")
+    below.set(ylabel="cache, MiB", xlabel="tokens", ylim=(0, None))
+    for axes in (above, below):
+        axes.grid(alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the measurement and prints its summary as JSON lines, or draws one that was run."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--text")
+    parser.add_argument("--tokens", type=int, default=16384)
+    parser.add_argument("--strategies", nargs="*", default=STRATEGIES)
+    parser.add_argument("--chunk", type=int, default=64)
+    parser.add_argument("--every", type=int, default=2048)
+    parser.add_argument("--timed", type=int, default=24)
+    parser.add_argument("--last", type=int, default=8192, help="tokens whose perplexity is reported")
+    parser.add_argument("--window", type=int, default=1024, help="tokens that the yardstick reads anew; 0 for none")
+    parser.add_argument("--stride", type=int, default=64)
+    parser.add_argument("--out", type=Path, help="JSON lines, appended")
+    parser.add_argument("--plot", type=Path, help="draw this file instead of measuring")
+    parser.add_argument("--image", type=Path, default=Path("streaming.png"))
+    options = parser.parse_args(arguments)
+    if options.plot:
+        plot([json.loads(line) for line in options.plot.read_text().splitlines()], options.image)
+        return
+    model, tokenizer, source = load_model(options.model)
+    text = load_text(options.text)
+    token_ids = tokenizer(text.text, return_tensors="pt").input_ids[0, : options.tokens].to(model.device)
+    if len(token_ids) < options.tokens:
+        raise ValueError(f"{text.name} has {len(token_ids)} tokens, `--tokens` asks for {options.tokens}")
+    facts = {"model": source.name, "text_sha256": text.sha256, "tokens": options.tokens, **library_versions()}
+    with torch.inference_mode():
+        for row in _measure(model, token_ids, options):
+            if options.out:
+                with options.out.open("a") as file:
+                    file.write(json.dumps(facts | row) + "\n")
+            print(json.dumps(summarize([row], options.last)[0]), flush=True)
+
+
+def _measure(model: PreTrainedModel, token_ids: torch.Tensor, options: argparse.Namespace) -> Iterator[Row]:
+    for strategy in options.strategies:
+        yield stream(model, token_ids, strategy, options.chunk, options.every, options.timed)
+    if options.window:
+        yield recompute(model, token_ids, options.window, options.stride, len(token_ids) - options.last)
+
+
+if __name__ == "__main__":
+    main()
