@@ -14,9 +14,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 from transformers import TextStreamer
-from transformers.cache_utils import get_layer_types_and_kwargs
 
 from hf_kvplus import available_strategies, build_cache, measure_memory
+from hf_kvplus.compat import cache_keyword, layer_types_and_options
 from hf_kvplus.loading import ALIASES, load_config, load_model
 from hf_kvplus.strategies.build import find_strategy
 from hf_kvplus.strategies.grammar import parse
@@ -79,7 +79,7 @@ def generate(
     loaded.generate(
         input_ids=token_ids,
         attention_mask=torch.ones_like(token_ids),
-        cache=cache,
+        **{cache_keyword(loaded): cache},
         max_new_tokens=max_new_tokens,
         do_sample=False,
         streamer=streamer,
@@ -144,7 +144,7 @@ def full_cache_bytes(config: PreTrainedConfig, tokens: int, bytes_per_element: i
     """
     text_config = config.get_text_config(decoder=True)
     kept_tokens = 0
-    for layer_type, options in zip(*get_layer_types_and_kwargs(text_config), strict=True):
+    for layer_type, options in zip(*layer_types_and_options(text_config), strict=True):
         if "sliding_window" in options:
             kept_tokens += min(tokens, options["sliding_window"] - 1)
         elif layer_type in FULL_LAYER_TYPES:

@@ -8,6 +8,7 @@ from transformers import DynamicCache, PretrainedConfig
 
 from conftest import tiny_llama
 from hf_kvplus import KVPlusCache, QuantizedCache, build_cache, measure_memory
+from hf_kvplus.compat import cache_keyword
 
 GREEDY = {"max_new_tokens": 80, "do_sample": False}
 
@@ -28,7 +29,7 @@ def llama():
     return tiny_llama()
 
 
-@pytest.mark.parametrize("keyword", ["past_key_values", "cache"])
+@pytest.mark.parametrize("keyword", sorted({"past_key_values", cache_keyword(tiny_llama())}))
 @pytest.mark.parametrize("strategy", ["fp", "int8"])
 def test_generate_takes_the_cache_under_both_names(llama, expected, strategy, keyword):
     ids, text = expected
@@ -42,7 +43,7 @@ def test_full_precision_logits_are_those_of_dynamic_cache(llama):
     ids, ours, theirs = prompt(150), build_cache("fp", llama.config), DynamicCache(config=llama.config)
     for chunk in ids.split([70, 1, 1, 50, 28], dim=1):
         with torch.no_grad():
-            ours_logits, theirs_logits = llama(chunk, cache=ours).logits, llama(chunk, cache=theirs).logits
+            ours_logits, theirs_logits = llama(chunk, past_key_values=ours).logits, llama(chunk, cache=theirs).logits
         assert torch.equal(ours_logits, theirs_logits)
 
 
@@ -51,26 +52,26 @@ def test_sampling_draws_the_same_text(llama):
     for strategy in ("dynamic", "fp"):
         torch.manual_seed(3)
         cache = build_cache(strategy, llama.config)
-        texts.append(llama.generate(ids, cache=cache, do_sample=True, max_new_tokens=40))
+        texts.append(llama.generate(ids, past_key_values=cache, do_sample=True, max_new_tokens=40))
     assert torch.equal(*texts)
 
 
 @pytest.mark.parametrize("strategy", ["fp", "int8"])
 def test_a_second_call_continues_from_the_same_cache(llama, strategy):
     ids, cache = prompt(), build_cache(strategy, llama.config)
-    once = llama.generate(ids, cache=build_cache(strategy, llama.config), max_new_tokens=60, do_sample=False)
-    first = llama.generate(ids, cache=cache, max_new_tokens=30, do_sample=False)
-    assert torch.equal(llama.generate(first, cache=cache, max_new_tokens=30, do_sample=False), once)
+    once = llama.generate(ids, past_key_values=build_cache(strategy, llama.config), max_new_tokens=60, do_sample=False)
+    first = llama.generate(ids, past_key_values=cache, max_new_tokens=30, do_sample=False)
+    assert torch.equal(llama.generate(first, past_key_values=cache, max_new_tokens=30, do_sample=False), once)
 
 
 @pytest.mark.parametrize("strategy", ["fp", "int4"])
 def test_reset_makes_it_new_even_for_another_batch_size(llama, expected, strategy):
     ids, _ = expected
     cache = build_cache(strategy, llama.config)
-    llama.generate(prompt(130), cache=cache, **GREEDY)
+    llama.generate(prompt(130), past_key_values=cache, **GREEDY)
     cache.reset()
-    fresh = llama.generate(ids, cache=build_cache(strategy, llama.config), **GREEDY)
-    assert torch.equal(llama.generate(ids, cache=cache, **GREEDY), fresh)
+    fresh = llama.generate(ids, past_key_values=build_cache(strategy, llama.config), **GREEDY)
+    assert torch.equal(llama.generate(ids, past_key_values=cache, **GREEDY), fresh)
 
 
 @pytest.mark.parametrize("head_dim", [48, 64, 80, 96, 112, 128, 256])
@@ -90,7 +91,7 @@ def test_any_head_size_fits(head_dim, nbits):
 @pytest.mark.parametrize("length", [1, 2, 37, 63, 64, 65, 127, 128, 129, 300])
 def test_any_prompt_length_fits(llama, length):
     ids = prompt(length)
-    text = llama.generate(ids, cache=build_cache("int8", llama.config), max_new_tokens=70, do_sample=False)
+    text = llama.generate(ids, past_key_values=build_cache("int8", llama.config), max_new_tokens=70, do_sample=False)
     assert text.shape[1] == length + 70
 
 
@@ -98,7 +99,7 @@ def test_any_prompt_length_fits(llama, length):
 def test_states_come_back_in_the_models_dtype(dtype):
     model = tiny_llama().to(dtype)
     cache = QuantizedCache(model.config, nbits=4)
-    text = model.generate(prompt(150, 2), cache=cache, **GREEDY)
+    text = model.generate(prompt(150, 2), past_key_values=cache, **GREEDY)
     assert text.shape[1] == 230
     assert cache.layers[0].keys.dtype == cache.layers[0].values.dtype == dtype
     assert measure_memory(cache).packed_elements > 0
@@ -163,9 +164,9 @@ def test_a_configuration_without_layers_is_refused():
 @pytest.mark.parametrize("strategy", ["fp", "int4"])
 def test_a_batch_that_changes_between_calls_is_refused(llama, strategy):
     cache = build_cache(strategy, llama.config)
-    llama.generate(prompt(100, 2), cache=cache, max_new_tokens=2)
+    llama.generate(prompt(100, 2), past_key_values=cache, max_new_tokens=2)
     with pytest.raises(ValueError, match="batch size 2, got 3"):
-        llama(prompt(1, 3), cache=cache)
+        llama(prompt(1, 3), past_key_values=cache)
 
 
 @pytest.mark.parametrize("strategy", ["fp", "int4"])
@@ -184,6 +185,6 @@ def test_states_of_another_model_or_dtype_are_refused(llama, strategy):
 def test_prefill_in_inference_mode_continues_outside_of_it(llama):
     ids, cache = prompt(150), build_cache("int4", llama.config)
     with torch.inference_mode():
-        llama(ids, cache=cache)
-    llama.generate(torch.cat([ids, prompt(1)], dim=1), cache=cache, max_new_tokens=80)
+        llama(ids, past_key_values=cache)
+    llama.generate(torch.cat([ids, prompt(1)], dim=1), past_key_values=cache, max_new_tokens=80)
     assert cache.get_seq_length() == 230

@@ -36,11 +36,11 @@ def decode_operators(model, strategy: str) -> list[str]:
     """Returns the operators on tensors as long as the cache, over `STEPS` decode steps after the prompt."""
     cache = build_cache(strategy, model.config)
     with torch.no_grad():
-        model(torch.randint(0, 128, (1, PROMPT_TOKENS)), cache=cache, logits_to_keep=1)
+        model(torch.randint(0, 128, (1, PROMPT_TOKENS)), past_key_values=cache, logits_to_keep=1)
         token = torch.zeros(1, 1, dtype=torch.long)
         with OperatorProfiler() as profiler:
             for _ in range(STEPS):
-                model(token, cache=cache)
+                model(token, past_key_values=cache)
     assert cache.get_seq_length() == PROMPT_TOKENS + STEPS
     return profiler.on_whole_cache
 

@@ -6,6 +6,7 @@ window by window.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -116,10 +117,13 @@ def _reference(job: Job, progress: Progress) -> ReferenceStore:
 
 
 def _quality(job: Job, outcomes: Sequence[Outcome], store: ReferenceStore, progress: Progress) -> None:
-    """Runs the quality pass of every strategy."""
+    """Runs the quality pass of every strategy; a log that shows no bars gets a line for each."""
     for outcome in outcomes:
         task = progress.add_task(outcome.strategy, total=_total_tokens(job))
+        began_s = time.perf_counter()
         outcome.attempt(partial(_quality_of, outcome, job, store, partial(progress.advance, task)))
+        if not progress.console.is_terminal:
+            progress.console.print(f"{outcome.strategy}: {outcome.status}, {time.perf_counter() - began_s:.0f} s")
 
 
 def _quality_of(outcome: Outcome, job: Job, store: ReferenceStore, advance: Callable[[int], None]) -> None:

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from transformers import Cache, PreTrainedModel
 
 from hf_kvplus import build_cache, measure_memory
+from hf_kvplus.compat import cache_keyword
 from kvplus_eval.guards import refuse_miscounted, refuse_unpacked, refuse_unread
 from kvplus_eval.measured import Measured
 from kvplus_eval.metrics import score_positions
@@ -47,8 +49,9 @@ def step(model: PreTrainedModel, cache: Cache, token_ids: torch.Tensor, *, last_
     Returns:
         Logits, shape (tokens, vocab) or (1, vocab).
     """
-    options = {"logits_to_keep": 1} if last_only and "logits_to_keep" in _forward_names(model) else {}
-    output = model(input_ids=token_ids[None].to(model.device), cache=cache, use_cache=True, **options)
+    options: dict[str, Any] = {"logits_to_keep": 1} if last_only and "logits_to_keep" in _forward_names(model) else {}
+    options[cache_keyword(model)] = cache
+    output = model(input_ids=token_ids[None].to(model.device), use_cache=True, **options)
     return output.logits[0, -1:] if last_only else output.logits[0]
 
 
