@@ -9,6 +9,7 @@ from hf_kvplus import compat as _compat  # noqa: F401, before all else: it check
 from hf_kvplus.cachefile import CacheFileError
 from hf_kvplus.caches import KVPlusCache, QuantizedCache, SlidingWindowCache
 from hf_kvplus.encoder_decoder import KVPlusEncoderDecoderCache
+from hf_kvplus.estimate import MemoryEstimate, estimate_memory
 from hf_kvplus.fingerprint import ModelFingerprint, fingerprint_model
 from hf_kvplus.memory import MemoryBreakdown, measure_memory
 from hf_kvplus.recipes import Quantization
@@ -23,6 +24,7 @@ __all__ = [
     "KVPlusCache",
     "KVPlusEncoderDecoderCache",
     "MemoryBreakdown",
+    "MemoryEstimate",
     "ModelFingerprint",
     "PrefixCache",
     "Quantization",
@@ -32,6 +34,7 @@ __all__ = [
     "StrategyInfo",
     "available_strategies",
     "build_cache",
+    "estimate_memory",
     "fingerprint_model",
     "load_cache",
     "measure_memory",

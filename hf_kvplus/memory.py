@@ -1,7 +1,7 @@
-"""Bytes of a cache: counted on every live tensor, and computed from a configuration.
+"""Bytes of a cache, counted on every live tensor.
 
 `measure_memory` walks everything reachable from a cache and counts each storage once, so nothing that a cache holds
-can be left out. `estimate_memory` is arithmetic and knows nothing of what an implementation reserves.
+can be left out. `hf_kvplus.estimate` tells the same figures beforehand, from a configuration.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ class MemoryBreakdown:
         other_bytes: Everything else, such as window sizes or recurrent states.
         elements: Elements of keys and values that the model has given the cache and may still read.
         packed_elements: Those of them that are packed.
+        layer_bytes: Bytes of every live tensor by layer, of an encoder-decoder cache the decoder's half first. What
+            layers share counts for the first of them.
     """
 
     packed_bytes: int
@@ -35,6 +37,7 @@ class MemoryBreakdown:
     other_bytes: int
     elements: int
     packed_elements: int
+    layer_bytes: tuple[int, ...] = ()
 
     @property
     def total_bytes(self) -> int:
@@ -85,7 +88,27 @@ def measure_memory(cache: Cache) -> MemoryBreakdown:
         elements += layer_elements
         packed_elements += layer_packed
     other = total - packed - full_precision - reserved
-    return MemoryBreakdown(packed, full_precision, reserved, other, elements, packed_elements)
+    return MemoryBreakdown(packed, full_precision, reserved, other, elements, packed_elements, measure_layers(cache))
+
+
+def measure_layers(cache: Cache) -> tuple[int, ...]:
+    """Counts the bytes that each layer holds; of an encoder-decoder cache the decoder's half comes first.
+
+    Args:
+        cache: Any transformers cache.
+
+    Returns:
+        Bytes by layer; what layers share counts for the first of them.
+    """
+    halves = [getattr(cache, half, None) for half in ("self_attention_cache", "cross_attention_cache")]
+    layers = [layer for half in halves if half is not None for layer in half.layers] or cache.layers
+    counted: set[tuple[str, int]] = set()
+    sizes = []
+    for layer in layers:
+        storages = storage_bytes(find_tensors(layer))
+        sizes.append(sum(size for key, size in storages.items() if key not in counted))
+        counted.update(storages)
+    return tuple(sizes)
 
 
 def _attention_layers(cache: Any) -> Iterator[Any]:
@@ -142,5 +165,7 @@ def storage_bytes(tensors: list[torch.Tensor]) -> dict[tuple[str, int], int]:
             continue  # a quantizer's wrapper: its inner tensors are found on their own
         storage = tensor.untyped_storage()
         if storage.nbytes():
-            sizes[(str(storage.device), storage.data_ptr())] = storage.nbytes()
+            # A storage on the meta device has a size but no address.
+            address = storage._cdata if storage.device.type == "meta" else storage.data_ptr()
+            sizes[(str(storage.device), address)] = storage.nbytes()
     return sizes
