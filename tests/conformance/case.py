@@ -1,0 +1,239 @@
+"""One cell of the suite: a model, a strategy, the inputs, and what the result is compared with.
+
+The reference is the model itself without any cache: a forward pass over the finished sequence. Every step's logits must
+be those of that pass, up to what the strategy's codes lose. So a wrong row, position, mask or order shows in any mode,
+without assuming that another cache is right. A strategy that is exact must also equal `DynamicCache` token for token.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from dataclasses import dataclass
+from functools import cached_property
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import zoo
+from transformers import Cache, GenerationMixin, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutput
+
+from hf_kvplus import build_cache
+from hf_kvplus.layer import KVLayer
+from hf_kvplus.memory import find_tensors
+
+PROMPT = 190  # with 16 recent tokens kept, two blocks of 64 are packed at once, a third 18 steps later
+NEW = 24
+LEARNABLE = 118  # tokens from here up have a meaning to some model
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """A strategy string, and how exact it is.
+
+    Args:
+        text: What `build_cache` gets.
+        loss: Largest root mean square of the error of a sequence's logits, in parts of their standard deviation; the
+            logits of an unrelated context are off by 1 and more.
+        everywhere: Whether it runs with every architecture, or with `zoo.REPRESENTATIVE` ones only.
+        own_reference: Whether it changes what tokens attend to, as a window does. Its reference is then the same
+            strategy, fed one row alone and token by token.
+    """
+
+    text: str
+    loss: float
+    everywhere: bool = False
+    own_reference: bool = False
+
+    @property
+    def exact(self) -> bool:
+        """Whether nothing is lost."""
+        return self.loss < 1e-4
+
+
+@dataclass(frozen=True)
+class Case:
+    """An architecture with a strategy."""
+
+    architecture: zoo.Architecture
+    strategy: Strategy
+
+    @cached_property
+    def model(self) -> PreTrainedModel:
+        """The random model, shared by all cases of this process."""
+        return zoo.model(self.architecture.name)
+
+    @property
+    def has_encoder(self) -> bool:
+        """Whether the tokens are a decoder's, beside an encoder's input."""
+        return self.architecture.kind in ("seq2seq", "speech")
+
+    @property
+    def tokens_name(self) -> str:
+        """The argument that takes the tokens."""
+        return "decoder_input_ids" if self.has_encoder else "input_ids"
+
+    def cache(self, strategy: str | None = None) -> Cache:
+        """Returns a new cache."""
+        return build_cache(strategy or self.strategy.text, self.model.config)
+
+    # Inputs
+
+    def tokens(self, batch: int = 1, length: int = PROMPT, seed: int = 0) -> torch.Tensor:
+        """Returns random tokens; in a vision model some of them stand for an image."""
+        generator = torch.Generator().manual_seed(seed)
+        ids = torch.randint(2, LEARNABLE, (batch, length), generator=generator)
+        if self.has_encoder:
+            ids[:, 0] = 1  # the token that decoding starts with, or else `generate` would put it in front
+        if self.architecture.kind == "vision":
+            place = zoo.VISION_PLACES
+            image = [place["vision_start_token_id"], *[place["image_token_id"]] * 16, place["vision_end_token_id"]]
+            ids[:, 8 : 8 + len(image)] = torch.tensor(image)
+        return ids
+
+    def context(self, batch: int = 1) -> dict[str, torch.Tensor]:
+        """Returns what the model is given beside tokens: an encoder's input or an image."""
+        generator = torch.Generator().manual_seed(7)
+        if self.architecture.kind == "seq2seq":
+            ids = torch.randint(2, LEARNABLE, (1, zoo.ENCODER_TOKENS), generator=generator).repeat(batch, 1)
+            return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        if self.architecture.kind == "speech":
+            return {
+                "input_features": torch.randn(1, 8, 2 * zoo.ENCODER_TOKENS, generator=generator).repeat(batch, 1, 1)
+            }
+        if self.architecture.kind == "vision":
+            patches = torch.randn(64, 3 * 2 * 4 * 4, generator=generator).repeat(batch, 1)
+            return {"pixel_values": patches, "image_grid_thw": torch.tensor([[1, 8, 8]] * batch)}
+        return {}
+
+    def inputs(self, tokens: torch.Tensor, mask: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        """Returns the arguments of `generate` for `tokens`."""
+        arguments = {**self.context(tokens.shape[0]), self.tokens_name: tokens}
+        if not self.has_encoder:
+            arguments["attention_mask"] = torch.ones_like(tokens) if mask is None else mask
+        return arguments | self._token_types(tokens)
+
+    def _token_types(self, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+        if self.architecture.kind != "vision":
+            return {}
+        return {"mm_token_type_ids": (tokens == zoo.VISION_PLACES["image_token_id"]).int()}
+
+    # Running
+
+    def generate(self, tokens: torch.Tensor, cache: Cache, mask: torch.Tensor | None = None, **options: Any) -> Any:
+        """Generates with logits, scores and the cache in the result."""
+        plain = {"max_new_tokens": NEW, "do_sample": False, "return_dict_in_generate": True}
+        if self.architecture.kind == "vision":
+            plain["suppress_tokens"] = list(zoo.VISION_PLACES.values())
+        inputs = self.inputs(tokens, mask)
+        if self.architecture.kind == "vision" and cache.get_seq_length() > 0:
+            del inputs["pixel_values"]  # the image is in the cache already
+        options = {**plain, "output_logits": True, **options}
+        # Whisper's own `generate` wraps this one and takes other options; it has a test of its own.
+        return GenerationMixin.generate(self.model, **inputs, cache=cache, **options)
+
+    def forward(self, tokens: torch.Tensor, cache: Cache | None = None, **options: Any) -> torch.Tensor:
+        """Runs the model on `tokens` and returns the logits, `(batch, seq, vocabulary)`."""
+        arguments: dict[str, Any] = {self.tokens_name: tokens, "use_cache": cache is not None, **options}
+        if self.has_encoder:
+            states = self.encoded.last_hidden_state.expand(tokens.shape[0], -1, -1)
+            arguments["encoder_outputs"] = BaseModelOutput(last_hidden_state=states)
+        elif cache is None or cache.get_seq_length() == 0:
+            arguments.update(self.context(tokens.shape[0]), **self._token_types(tokens))
+        if cache is not None:
+            arguments["cache"] = cache
+        return self.model(**arguments).logits
+
+    def go_on(self, tokens: torch.Tensor, cache: Cache, **options: Any) -> Any:
+        """Generates from a cache that holds the beginning of `tokens`.
+
+        transformers' `generate` stores all tokens of a decoder with an encoder again, whatever the cache holds; for
+        such a model this is a loop of forward passes.
+        """
+        if not self.has_encoder:
+            return self.generate(tokens, cache, **options)
+        logits = []
+        with torch.no_grad():
+            for _ in range(options.get("max_new_tokens", NEW)):
+                logits.append(self.forward(tokens[:, cache.get_seq_length() :], cache)[:, -1])
+                tokens = torch.cat([tokens, logits[-1].argmax(-1, keepdim=True)], dim=1)
+        return SimpleNamespace(sequences=tokens, logits=logits)
+
+    @cached_property
+    def encoded(self) -> BaseModelOutput:
+        """What the encoder makes of the context."""
+        with torch.no_grad():
+            encoder = self.model.get_encoder()
+            return encoder(**{k: v for k, v in self.context().items() if k in ("input_ids", "input_features")})
+
+    # Oracles
+
+    @torch.no_grad()
+    def reference(self, row: torch.Tensor) -> torch.Tensor:
+        """Returns the logits of one row of tokens `(seq,)` as they must be, `(seq, vocabulary)`."""
+        if not self.strategy.own_reference:
+            return self.forward(row[None])[0]
+        cache = self.cache()
+        return torch.cat([self.forward(token[None], cache)[0] for token in row.split(1)])
+
+    def check(self, logits: torch.Tensor, row: torch.Tensor, first: int) -> None:
+        """Compares `logits` `(steps, vocabulary)` with those of `row` from its token `first` on."""
+        expected = self.reference(row)[first : first + logits.shape[0]]
+        error, spread = (logits - expected).float().pow(2).mean().sqrt(), expected.float().std(-1).mean()
+        loss = (error / spread).item()
+        # A token that goes to another expert changes more than the error that sent it there.
+        allowed = self.strategy.loss * (3 if self.architecture.experts and not self.strategy.exact else 1)
+        assert loss <= allowed, f"logits are off by {loss:.2g} of their spread, at most {allowed}"
+
+    def check_steps(self, output: Any, prompt: int, lengths: list[int] | None = None) -> None:
+        """Compares the logits of every step of every row; `lengths` are the real tokens of left-padded rows."""
+        logits = torch.stack(output.logits, dim=1)
+        for row, sequence in enumerate(output.sequences):
+            pads = 0 if lengths is None else prompt - lengths[row]
+            self.check(logits[row], sequence[pads:], prompt - pads - 1)
+
+    def check_scores(self, output: Any, prompt: int) -> None:
+        """Compares the scores of beams with the log-probabilities of their tokens."""
+        for sequence, score in zip(output.sequences, output.sequences_scores, strict=True):
+            logprobs = self.reference(sequence).log_softmax(-1)[prompt - 1 : -1]
+            expected = logprobs.gather(1, sequence[prompt:, None]).mean()
+            # An error of `loss` in each logit moves the mean log-probability by about as much.
+            assert abs(score - expected) <= max(3 * self.strategy.loss, 1e-5), (score.item(), expected.item())
+
+    def check_against_dynamic(self, output: Any, tokens: torch.Tensor, **options: Any) -> None:
+        """An exact strategy must equal `DynamicCache` token for token, and in its logits up to the last bits."""
+        if not self.strategy.exact:
+            return
+        expected = self.generate(tokens, self.cache("dynamic"), **options)
+        assert torch.equal(output.sequences, expected.sequences)
+        for ours, theirs in zip(output.logits or (), expected.logits or (), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+    def check_packed(self, cache: Cache, blocks: int = 2) -> None:
+        """Asserts that a lossy strategy has packed at least `blocks` blocks somewhere."""
+        if not self.strategy.exact and self.architecture.packs:
+            assert max(layer.packed_blocks for layer in attention_layers(cache)) >= blocks
+
+
+def attention_layers(cache: Cache) -> list[KVLayer]:
+    """Returns our layers of a cache, of its decoder's half where there are two."""
+    return [layer for layer in getattr(cache, "self_attention_cache", cache).layers if isinstance(layer, KVLayer)]
+
+
+def fingerprint(cache: Cache) -> str:
+    """Returns a digest of everything that is stored and of all lengths."""
+    digest = hashlib.sha256()
+    for tensor in find_tensors([vars(layer) for layer in getattr(cache, "self_attention_cache", cache).layers]):
+        digest.update(str(tuple(tensor.shape)).encode())
+    for layer in attention_layers(cache):
+        for store in (*layer.packed.values(), layer.sinks, layer.recent):
+            for name, tensor in store.fields().items():
+                digest.update(name.encode() + tensor.contiguous().numpy().tobytes())
+        digest.update(f"{layer.cumulative_length} {layer.padding}".encode())
+    return digest.hexdigest()
+
+
+def copied(cache: Cache) -> Cache:
+    """Returns a deep copy."""
+    return copy.deepcopy(cache)
