@@ -85,7 +85,7 @@ def reuse_prefix(
         check_model(cache, config)
     held = checked_length(cache)
     rows = input_ids.shape[0]
-    for name, number in (("cached_ids", cached_ids.shape[0]), ("cache", cache.batch_size if held else rows)):
+    for name, number in (("cached_ids", cached_ids.shape[0]), ("cache", _rows(cache) if held else rows)):
         if number != rows:
             raise ValueError(
                 f"`input_ids` has {rows} rows, but `{name}` has {number}; one prompt for many rows is what "
@@ -124,10 +124,10 @@ class PrefixCache:
     def __init__(self, cache: Cache, input_ids: torch.Tensor) -> None:
         _check_ids(input_ids, "input_ids")
         held = checked_length(cache)
-        if (input_ids.shape[0], input_ids.shape[1]) != (cache.batch_size, held):
+        if (input_ids.shape[0], input_ids.shape[1]) != (_rows(cache), held):
             raise ValueError(
                 f"`input_ids` has {input_ids.shape[0]} rows of {input_ids.shape[1]} tokens, but the cache holds "
-                f"{cache.batch_size} rows of {held}; pass the ids that went into it"
+                f"{_rows(cache)} rows of {held}; pass the ids that went into it"
             )
         self.cache = cache
         self.input_ids = input_ids.clone()
@@ -267,6 +267,16 @@ def checked_length(cache: Cache) -> int:
                 "they were removed by hand. Use a new cache"
             )
     return next(iter(lengths.values()), 0)
+
+
+def _rows(cache: Cache) -> int:
+    """Returns the batch rows of a cache, 0 before the first forward; not every layer of transformers' tells its own."""
+    for layer in cache.layers:
+        if isinstance(layer, KVLayer) and layer.is_initialized:
+            return layer.batch_size
+        if not isinstance(layer, KVLayer) and isinstance(getattr(layer, "keys", None), torch.Tensor):
+            return layer.keys.shape[0]
+    return 0
 
 
 def check_model(cache: Cache, config: PretrainedConfig) -> None:

@@ -61,16 +61,17 @@ def assert_same_continuation(model, cache, loaded, ids, **options):
 # Going on
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("length", [1, 63, 300])
+@pytest.mark.parametrize(
+    ("strategy", "length"), [*((strategy, 220) for strategy in STRATEGIES), ("int4", 1), ("int4", 63), ("fp", 1)]
+)
 def test_generation_goes_on_bit_for_bit(llama, tmp_path, strategy, length):
     ids = tokens(2, length)
     cache = fill(llama, build_cache(strategy, llama.config), ids)
     save_cache(cache, tmp_path / "cache.safetensors", model=llama)
     loaded = load_cache(tmp_path / "cache.safetensors", llama)
     assert loaded.get_seq_length() == length
-    # Long enough for a block to be packed behind the loaded ones.
-    assert_same_continuation(llama, cache, loaded, torch.cat([ids, tokens(2, 3)], dim=1), count=80)
+    # From 220 tokens, a block is packed behind the loaded ones.
+    assert_same_continuation(llama, cache, loaded, torch.cat([ids, tokens(2, 3)], dim=1), count=40)
 
 
 def test_the_restored_prompt_is_not_read_again(llama, tmp_path):
@@ -147,7 +148,7 @@ def test_half_precision_caches(tmp_path, dtype):
 def test_windows_of_the_model_are_kept(tmp_path):
     config = CONFIG_MAPPING["mistral"](**{**tiny_llama_config().to_dict(), "sliding_window": 150})
     model = AutoModelForCausalLM.from_config(config).eval()
-    ids = tokens(2, 400)
+    ids = tokens(2, 300)
     for strategy in ("fp", "int4"):
         cache = fill(model, build_cache(strategy, config), ids)
         save_cache(cache, tmp_path / "cache.safetensors", model=model)
@@ -200,7 +201,12 @@ def test_both_halves_of_an_encoder_decoder_cache(tmp_path):
     sizes = {"d_model": 64, "encoder_layers": 1, "decoder_layers": 2, "encoder_ffn_dim": 96, "decoder_ffn_dim": 96}
     ends = {"eos_token_id": None, "forced_eos_token_id": None, "decoder_start_token_id": 1, "pad_token_id": 0}
     config = BartConfig(
-        vocab_size=128, encoder_attention_heads=4, decoder_attention_heads=4, max_position_embeddings=512, **sizes, **ends
+        vocab_size=128,
+        encoder_attention_heads=4,
+        decoder_attention_heads=4,
+        max_position_embeddings=512,
+        **sizes,
+        **ends,
     )
     model = BartForConditionalGeneration(config).eval()
     cache = KVPlusEncoderDecoderCache(QuantizedCache(config, 4), KVPlusCache(config, cross_attention=True))
@@ -449,9 +455,7 @@ def test_another_tokenizer_is_refused(llama, tmp_path):
         )
 
     mine = tokenizer("a", "b", "c")
-    save_cache(
-        fill(llama, build_cache("fp", llama.config), tokens(1, 5)), tmp_path / "cache", tokenizer=mine
-    )
+    save_cache(fill(llama, build_cache("fp", llama.config), tokens(1, 5)), tmp_path / "cache", tokenizer=mine)
     # A call leaves padding and truncation settings behind, which don't change what a text becomes.
     mine(["a b", "a"], padding=True, truncation=True, max_length=2)
     load_cache(tmp_path / "cache", llama, tokenizer=mine)
