@@ -270,7 +270,7 @@ def checked_length(cache: Cache) -> int:
 
 
 def _rows(cache: Cache) -> int:
-    """Returns the batch rows of a cache, 0 before the first forward; not every layer of transformers' tells its own."""
+    """Returns the batch rows of a cache, 0 before the first forward; transformers' layers don't all tell their own."""
     for layer in cache.layers:
         if isinstance(layer, KVLayer) and layer.is_initialized:
             return layer.batch_size

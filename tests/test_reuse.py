@@ -6,12 +6,12 @@ import copy
 
 import pytest
 import torch
-from conftest import tiny_llama_config
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, DynamicCache, EncoderDecoderCache
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from conftest import tiny_llama_config
 from hf_kvplus import CacheFileError, PrefixCache, build_cache, reuse_prefix, save_cache
 from hf_kvplus.compat import cache_keyword
 from hf_kvplus.reuse import common_prefix
@@ -228,8 +228,8 @@ def test_another_model(llama):
         prefixed(llama, "fp", ids).reuse(ids, config=other)
     with pytest.raises(ValueError, match="it has 2 layers, the model 3"):
         prefixed(llama, "dynamic", ids).reuse(ids, config=other)
+    theta = {"rope_type": "default", "rope_theta": 7.0}
     with pytest.raises(ValueError, match=r"config\.rope_parameters\.rope_theta"):
-        theta = {"rope_type": "default", "rope_theta": 7.0}
         prefixed(llama, "fp", ids).reuse(ids, config=tiny_llama_config(rope_parameters=theta))
     with pytest.raises(ValueError, match="was made for another model"):
         PrefixCache.fill(llama, build_cache("fp", other), ids)
@@ -311,8 +311,8 @@ def test_a_recurrent_state_cannot_go_back():
 
 def test_arguments_of_the_wrong_kind(llama):
     prefix = prefixed(llama, "fp", tokens(1, 10))
+    pair = EncoderDecoderCache(DynamicCache(config=llama.config), DynamicCache(config=llama.config))
     with pytest.raises(TypeError, match="must be the cache of a decoder, got EncoderDecoderCache"):
-        pair = EncoderDecoderCache(DynamicCache(config=llama.config), DynamicCache(config=llama.config))
         reuse_prefix(pair, tokens(1, 5), tokens(1, 5))
     for wrong in (torch.zeros(3, dtype=torch.long), torch.zeros(1, 0, dtype=torch.long), torch.zeros(1, 3)):
         with pytest.raises(ValueError, match="must be token ids"):
