@@ -142,7 +142,7 @@ def read_metadata(path: Path, file_format: str) -> dict[str, str]:
         if metadata.get("format") != file_format:
             found = metadata.get("format")
             raise CacheFileError(f"{path} is a safetensors file, but not a saved cache: its `format` is {found!r}")
-        expected = 8 + length + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
+        expected = 8 + length + _data_bytes(path, entries)
         if size != expected:
             kind = "is truncated" if size < expected else "has something behind its end"
             raise CacheFileError(f"{path} {kind}: {size} bytes, the header says {expected}")
@@ -159,6 +159,17 @@ def _parse_header(path: Path, text: bytes) -> dict[str, Any]:
     if not isinstance(entries, dict):
         raise CacheFileError(f"{path} isn't a safetensors file: its header is no table of tensors")
     return entries
+
+
+def _data_bytes(path: Path, entries: dict[str, Any]) -> int:
+    """Returns where the last tensor ends, counted from the end of the header."""
+    ends = []
+    for name, entry in entries.items():
+        offsets = entry.get("data_offsets") if isinstance(entry, dict) else None
+        if not isinstance(offsets, list) or len(offsets) != 2 or not all(isinstance(end, int) for end in offsets):
+            raise CacheFileError(f"{path} is damaged: the header's entry {name!r} names no place in the file")
+        ends.append(offsets[1])
+    return max(ends, default=0)
 
 
 def _check_digest(path: Path, file: BinaryIO, header: bytes, claimed: str) -> None:
