@@ -13,6 +13,7 @@ from hf_kvplus.estimate import MemoryEstimate, estimate_memory
 from hf_kvplus.fingerprint import ModelFingerprint, fingerprint_model
 from hf_kvplus.memory import MemoryBreakdown, measure_memory
 from hf_kvplus.recipes import Quantization
+from hf_kvplus.recommend import Recommendation, recommend
 from hf_kvplus.reuse import PrefixCache, ReusedPrefix, reuse_prefix
 from hf_kvplus.saving import load_cache, save_cache
 from hf_kvplus.strategies import StrategyInfo, available_strategies, build_cache
@@ -29,6 +30,7 @@ __all__ = [
     "PrefixCache",
     "Quantization",
     "QuantizedCache",
+    "Recommendation",
     "ReusedPrefix",
     "SlidingWindowCache",
     "StrategyInfo",
@@ -38,6 +40,7 @@ __all__ = [
     "fingerprint_model",
     "load_cache",
     "measure_memory",
+    "recommend",
     "reuse_prefix",
     "save_cache",
 ]

@@ -2,7 +2,8 @@
 
 A product with a matrix of n weights takes 2 n operations (a multiplication and an addition). Attention of one query
 over t tokens takes 2 t operations per head and channel for the scores and as many for the output. A decoded token
-reads all weights once and the cache once; the larger of the time to read and the time to compute is the floor ("roofline").
+reads all weights once and the cache once; the larger of the time to read and the time to compute is the floor (the
+"roofline").
 
 Source: Roofline: An Insightful Visual Performance Model, https://doi.org/10.1145/1498765.1498785.
 

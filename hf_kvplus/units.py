@@ -1,9 +1,13 @@
-"""How figures are written for people: powers of 1024 for bytes, few digits, a dash for what wasn't measured."""
+"""How figures are written for people, and read: powers of 1024 for bytes, few digits, a dash for what is missing."""
 
 from __future__ import annotations
 
+import re
+
 KIB = 1024
 MISSING = "–"
+TOKEN_UNITS = {"": 1, "k": 1024, "m": 1024**2}
+BYTE_UNITS = {"b": 1, "kib": 1024, "mib": 1024**2, "gib": 1024**3, "kb": 1000, "mb": 1000**2, "gb": 1000**3}
 
 
 def format_bytes(count: float | None) -> str:
@@ -53,3 +57,28 @@ def format_percent(value: float | None, *, signed: bool = False) -> str:
         return MISSING
     # Rounded before it is written, and a zero added, so that a tiny negative change isn't -0.00
     return f"{round(value, 2) + 0.0:{'+' if signed else ''}.2f} %"
+
+
+def parse_tokens(text: str) -> int:
+    """Reads a number of tokens such as `8192`, `8k` or `1m`, in powers of 1024.
+
+    Raises:
+        ValueError: If it isn't one.
+    """
+    match = re.fullmatch(r"(\d+)([km]?)", text.strip().lower())
+    if match is None or int(match[1]) == 0:
+        raise ValueError(f"a number of tokens is written 8192, 8k or 1m, got {text!r}")
+    return int(match[1]) * TOKEN_UNITS[match[2]]
+
+
+def parse_bytes(text: str) -> int:
+    """Reads a number of bytes such as `67108864`, `64MiB` or `2GB`.
+
+    Raises:
+        ValueError: If it isn't one.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip().lower())
+    unit = BYTE_UNITS.get(match[2] or "b") if match else None
+    if match is None or unit is None or float(match[1]) == 0:
+        raise ValueError(f"a number of bytes is written 64MiB, 1.5GiB, 2GB or 67108864, got {text!r}")
+    return round(float(match[1]) * unit)
