@@ -19,6 +19,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from hf_kvplus.checks import require_at_least, require_states
 from hf_kvplus.codecs import Codec
+from hf_kvplus.handover import handover
 from hf_kvplus.policies import FullPolicy, Policy
 from hf_kvplus.policies.padding import RowPadding
 from hf_kvplus.stores import GrowingStore, PackedStore, SinkStore
@@ -154,6 +155,8 @@ class KVLayer(CacheLayerMixin):
         self._check_states(new)
         self._observe_padding(kwargs.get("kwargs"), key_states.shape[2])
         visible = self.policy.first_visible(self.cumulative_length)
+        if handover.reader is not None and self.cumulative_length and handover.reader.accepts(self, key_states):
+            return self._hand_over(new, visible)
         if not self.codecs:
             states, first = self._append_unpacked(new)
         else:
@@ -162,6 +165,27 @@ class KVLayer(CacheLayerMixin):
         if not self.record_past:
             self._evict()
         return states["keys"][:, :, visible - first :], states["values"][:, :, visible - first :]
+
+    def _hand_over(self, new: States, visible: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Stores new states and returns stand-ins: the attention function reads this layer, then calls `finish_update`."""
+        self.recent.append({name: tensor.detach() for name, tensor in new.items()})
+        self.cumulative_length += new["keys"].shape[2]
+        length = self.cumulative_length - visible
+        shapes = [(self.batch_size, heads, length, channels) for heads, channels in self.shapes.values()]
+        keys, values = handover.offer(self, shapes, visible)
+        return keys, values
+
+    def finish_update(self) -> None:
+        """Packs and evicts what an update has made due, once its queries have been answered from this layer."""
+        blocks = max(0, len(self.recent) - self.residual_length) // self.block_tokens if self.codecs else 0
+        if blocks:
+            tokens, begin = blocks * self.block_tokens, self.packed_tokens
+            due = self.recent.fields(0, tokens)
+            self.sinks.capture(due, self.padding.counts, begin)
+            self._pack(due, begin)
+            self.recent.replace({name: tensor.clone() for name, tensor in self.recent.fields(tokens).items()})
+        if not self.record_past:
+            self._evict()
 
     def _check_states(self, new: States) -> None:
         """Refuses states that don't continue the ones held."""
@@ -275,16 +299,19 @@ class KVLayer(CacheLayerMixin):
             states[name] = out
         return states, first
 
-    def dense(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def dense(self, visible: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns all visible keys and values at full precision, each `(batch, kv_heads, held, head_dim)`.
+
+        Args:
+            visible: First column to return; by default the first that the next query sees.
 
         Raises:
             RuntimeError: If nothing was stored yet.
         """
         if not self.is_initialized:
             raise RuntimeError("this layer holds nothing yet; run a forward pass with the cache first")
-        visible, first = self.policy.first_visible(self.cumulative_length), self.first_stored
-        states = self.recent.fields()
+        visible = self.policy.first_visible(self.cumulative_length) if visible is None else visible
+        first, states = self.first_stored, self.recent.fields()
         if self.packed_blocks:
             states, first = self._dense({name: tensor[:, :, :0] for name, tensor in states.items()}, visible)
         return states["keys"][:, :, visible - first :], states["values"][:, :, visible - first :]

@@ -1,0 +1,78 @@
+"""What all attention kernels have in common: the call, and what of a layer is seen.
+
+A kernel is called after the new states were put behind the layer's recent ones, and before anything of them is packed.
+A layer is read in three parts, whose columns don't overlap:
+
+    packed blocks   columns from `first_stored` to `packed_tokens`, without the columns that each row's sinks stand for
+    sinks           columns `padding[row]` to `padding[row] + num_sink_tokens`, up to `packed_tokens`
+    recent          columns from `packed_tokens` on
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from hf_kvplus.layer import KVLayer
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """How scores come about, beyond the product of query and key.
+
+    Args:
+        scaling: Factor of every score.
+        softcap: Scores become `softcap * tanh(score / softcap)`.
+        sink_logits: `(heads,)`, a score per head that takes part in the softmax and has no value (gpt-oss).
+    """
+
+    scaling: float
+    softcap: float | None = None
+    sink_logits: torch.Tensor | None = None
+
+
+class Kernel(Protocol):
+    """Attends to a layer without building its dense states."""
+
+    def refuses(self, layer: KVLayer) -> str | None:
+        """Returns why this kernel can't read `layer`, or `None` if it can."""
+        ...
+
+    def attend(
+        self, layer: KVLayer, query: torch.Tensor, scoring: Scoring, mask: torch.Tensor | None, visible: int
+    ) -> torch.Tensor:
+        """Attends.
+
+        Args:
+            layer: Its last `queries` recent tokens are those of the queries.
+            query: `(batch, heads, queries, head_dim)`, in the dtype of the layer.
+            scoring: How scores come about.
+            mask: `(batch or 1, 1, queries, total - visible)` bool, `True` where a token is seen; `None` if each query
+                sees all columns from `visible` to its own.
+            visible: First column that any query sees.
+
+        Returns:
+            `(batch, queries, heads, value_head_dim)`, in the dtype of the query; 0 for a query that sees nothing.
+        """
+        ...
+
+
+def heads_per_group(layer: KVLayer, query: torch.Tensor) -> int:
+    """Returns how many query heads share a KV head.
+
+    Raises:
+        ValueError: If the heads don't divide.
+    """
+    kv_heads = layer.shapes["keys"][0]
+    if query.shape[1] % kv_heads:
+        raise ValueError(
+            f"`query` must have a multiple of {kv_heads} heads, as many as the cache holds, got {query.shape[1]}"
+        )
+    return query.shape[1] // kv_heads
+
+
+def describe_refusal(kernel: Any, layer: KVLayer, reason: str) -> str:
+    """Returns a sentence for users about a layer that isn't read by a fused kernel."""
+    return f"fused attention: {reason}; layers like this one are decoded before they are read ({layer.describe()})"

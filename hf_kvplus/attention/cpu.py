@@ -1,0 +1,202 @@
+"""Attention on a CPU: hands a layer's buffers to the compiled kernel.
+
+Which kernel is compiled depends on the codecs, the head sizes and the number of queries per KV head; a layer that no
+kernel can read is refused with the reason. Numba is needed (the extra `cpu`) and imported on first use.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import threading
+from typing import Any
+
+import torch
+
+from hf_kvplus.attention import slots
+from hf_kvplus.attention.base import Scoring, heads_per_group
+from hf_kvplus.attention.threads import find_runner
+from hf_kvplus.codecs import Codec
+from hf_kvplus.codecs.affine import PER_CHANNEL, PER_TOKEN, AffineCodec
+from hf_kvplus.codecs.identity import IdentityCodec
+from hf_kvplus.layer import KVLayer
+
+DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
+MOST_ROWS = 8
+SHARES_PER_THREAD = 4
+
+
+def import_kernel() -> Any:
+    """Returns the module with the kernel.
+
+    Raises:
+        ImportError: If Numba is missing.
+    """
+    try:
+        from hf_kvplus.attention import cpu_kernel
+    except ModuleNotFoundError as error:
+        if error.name not in ("numba", "llvmlite"):
+            raise
+        raise ImportError(
+            "fused attention on a CPU needs Numba; install it with `pip install hf_kvplus[cpu]`, or leave out "
+            "`use_fused_attention`"
+        ) from error
+    return cpu_kernel
+
+
+class Workspace(threading.local):
+    """The kernel's arguments and room for partial results, for each thread that calls it."""
+
+    def __init__(self) -> None:
+        self.arguments = (ctypes.c_int64 * slots.COUNT)()
+        self.arguments[slots.SELF] = ctypes.addressof(self.arguments)
+        self.counters = torch.zeros(1, dtype=torch.int64)
+        self.partial = torch.empty(0)
+        self.padding = torch.zeros(1, dtype=torch.int64)
+
+
+class CPUKernel:
+    """Attends on the CPU, on as many threads as PyTorch uses."""
+
+    def __init__(self) -> None:
+        self.module = import_kernel()
+        self.run = find_runner()
+        self.workspace = Workspace()
+
+    def refuses(self, layer: KVLayer) -> str | None:
+        """Returns why this kernel can't read `layer`, or `None` if it can."""
+        if layer.device.type != "cpu":
+            return f"the CPU kernel can't read a cache on {layer.device}"
+        if layer.dtype not in DTYPES:
+            return f"the CPU kernel doesn't read {layer.dtype}"
+        lanes = self.module.LANES
+        for _, channels in layer.shapes.values():
+            if channels % lanes:
+                return f"the CPU kernel needs head sizes that are a multiple of {lanes}, got {channels}"
+        for name, codec in layer.codecs.items():
+            if self._form(codec, name, layer.shapes[name][1]) is None:
+                return f"the CPU kernel doesn't read {name} in {codec.describe()} with a head size of {layer.shapes[name][1]}"
+        return None
+
+    def _form(self, codec: Codec | None, name: str, channels: int) -> Any:
+        """Returns how the kernel reads blocks of `codec`, or `None` if it can't."""
+        form, lanes = self.module.PackedForm, self.module.LANES
+        if codec is None:
+            return form()
+        if codec.block_tokens % lanes:
+            return None
+        if isinstance(codec, IdentityCodec):
+            return form()
+        if isinstance(codec, AffineCodec) and codec.axis == (PER_CHANNEL if name == "keys" else PER_TOKEN):
+            group = codec.group_length(channels)
+            line = codec.block_tokens if name == "keys" else channels
+            return form(nbits=codec.nbits, groups=line // group) if group % lanes == 0 else None
+        return None
+
+    def attend(
+        self, layer: KVLayer, query: torch.Tensor, scoring: Scoring, mask: torch.Tensor | None, visible: int
+    ) -> torch.Tensor:
+        """Attends; see `Kernel.attend`."""
+        batch, heads, queries, _ = query.shape
+        value_channels = layer.shapes["values"][1]
+        query = query if query.stride(3) == 1 else query.contiguous()
+        output = query.new_empty(batch, queries, heads, value_channels)
+        rows = queries * heads_per_group(layer, query)
+        pass_rows = _pass_rows(rows, queries)
+        kernel = self._compile(layer, pass_rows)
+        a = self.workspace.arguments
+        self._set_layer(layer, visible)
+        chunks = -(-rows // pass_rows)
+        kv_heads = layer.shapes["keys"][0]
+        pairs = batch * kv_heads
+        threads = torch.get_num_threads()
+        tiles = a[slots.PACKED_TILES] + a[slots.RECENT_TILES] + a[slots.SINK_TILES]
+        shares = max(1, min(math.ceil(SHARES_PER_THREAD * threads / pairs), tiles // 4)) if threads > 1 else 1
+        partial = pairs * shares * chunks * pass_rows
+        if len(self.workspace.counters) < pairs:
+            self.workspace.counters = torch.zeros(pairs, dtype=torch.int64)
+        if self.workspace.partial.numel() < partial * (value_channels + 2):
+            self.workspace.partial = torch.empty(partial * (value_channels + 2))
+        a[slots.NEXT_TASK], a[slots.SHARES_DONE] = 0, self.workspace.counters.data_ptr()
+        a[slots.TASKS], a[slots.SHARES], a[slots.KV_HEADS] = pairs * shares, shares, kv_heads
+        a[slots.QUERIES_PER_HEAD], a[slots.QUERIES], a[slots.ROW_CHUNKS] = rows // queries, queries, chunks
+        a[slots.SCALING], a[slots.SOFTCAP] = _float_bits(scoring.scaling), _float_bits(scoring.softcap or 0.0)
+        item = query.element_size()
+        a[slots.QUERY] = query.data_ptr()
+        a[slots.QUERY_B], a[slots.QUERY_H], a[slots.QUERY_Q] = (item * stride for stride in query.stride()[:3])
+        a[slots.OUTPUT] = output.data_ptr()
+        a[slots.OUTPUT_H] = item * value_channels
+        a[slots.OUTPUT_Q] = heads * a[slots.OUTPUT_H]
+        a[slots.OUTPUT_B] = queries * a[slots.OUTPUT_Q]
+        a[slots.MASK] = 0
+        if mask is not None:
+            mask = mask if mask.stride(3) == 1 else mask.contiguous()
+            a[slots.MASK], a[slots.MASK_Q] = mask.data_ptr(), mask.stride(2)
+            a[slots.MASK_B] = mask.stride(0) if len(mask) > 1 else 0
+        logits = scoring.sink_logits
+        logits = logits.to(torch.float32).contiguous() if logits is not None else None
+        a[slots.SINK_LOGITS] = logits.data_ptr() if logits is not None else 0
+        a[slots.PARTIAL_OUTPUT] = self.workspace.partial.data_ptr()
+        a[slots.PARTIAL_SUMS] = a[slots.PARTIAL_OUTPUT] + 4 * partial * value_channels
+        self.run(kernel.address, a[slots.SELF], threads)
+        return output
+
+    def _compile(self, layer: KVLayer, rows: int) -> Any:
+        """Returns the kernel for a layer."""
+        (_, key_channels), (_, value_channels) = layer.shapes["keys"], layer.shapes["values"]
+        form = self.module.KernelForm(
+            rows=rows,
+            key_channels=key_channels,
+            value_channels=value_channels,
+            tokens=layer.block_tokens or 64,
+            dtype=DTYPES[layer.dtype],
+            keys=self._form(layer.codecs.get("keys"), "keys", key_channels),
+            values=self._form(layer.codecs.get("values"), "values", value_channels),
+        )
+        return self.module.compile_kernel(form)
+
+    def _set_layer(self, layer: KVLayer, visible: int) -> None:
+        """Writes the arguments that describe what the layer holds."""
+        a = self.workspace.arguments
+        tokens = layer.block_tokens or 64
+        recent, sinks = len(layer.recent), layer.num_sink_tokens if len(layer.sinks) else 0
+        a[slots.VISIBLE], a[slots.TOTAL] = visible, layer.cumulative_length
+        a[slots.FIRST_STORED], a[slots.PACKED_TOKENS] = layer.first_stored, layer.packed_tokens
+        a[slots.FIRST_TILE] = max(0, visible - layer.first_stored) // tokens if layer.packed_blocks else 0
+        a[slots.PACKED_TILES] = max(0, layer.packed_blocks - a[slots.FIRST_TILE])
+        a[slots.RECENT_TOKENS], a[slots.RECENT_TILES] = recent, -(-recent // tokens)
+        a[slots.SINK_TOKENS], a[slots.SINK_TILES] = sinks, -(-sinks // tokens)
+        self.workspace.padding = torch.tensor(layer.padding.counts, dtype=torch.int64)
+        a[slots.PADDING] = self.workspace.padding.data_ptr()
+        self._set_tensor(slots.RECENT_KEYS, layer.recent.get("keys"))
+        self._set_tensor(slots.RECENT_VALUES, layer.recent.get("values"))
+        if sinks:
+            self._set_tensor(slots.SINK_KEYS, layer.sinks.get("keys"))
+            self._set_tensor(slots.SINK_VALUES, layer.sinks.get("values"))
+        if layer.packed_blocks:
+            for name, first in (("keys", slots.KEY_CODES), ("values", slots.VALUE_CODES)):
+                payload = layer.packed[name]
+                fields = ("states",) if "states" in payload.names else ("codes", "scale", "zero_point")
+                for index, field in enumerate(fields):
+                    self._set_tensor(first + 3 * index, payload.get(field))
+
+    def _set_tensor(self, slot: int, tensor: torch.Tensor) -> None:
+        """Writes a tensor's address and its strides over batch rows and heads."""
+        item = tensor.element_size()
+        a = self.workspace.arguments
+        a[slot], a[slot + 1], a[slot + 2] = tensor.data_ptr(), item * tensor.stride(0), item * tensor.stride(1)
+
+
+def _pass_rows(rows: int, queries: int) -> int:
+    """Returns how many rows a kernel takes at a time.
+
+    One token's queries get a kernel of their own size; several tokens share two sizes, so that few are compiled.
+    """
+    if queries > 1:
+        return 4 if rows <= 4 else MOST_ROWS
+    return math.ceil(rows / math.ceil(rows / MOST_ROWS))
+
+
+def _float_bits(number: float) -> int:
+    """Returns a float32 as the lower half of a 64-bit integer."""
+    return ctypes.c_int32.from_buffer(ctypes.c_float(number)).value & 0xFFFFFFFF

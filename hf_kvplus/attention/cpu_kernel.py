@@ -1,0 +1,332 @@
+"""Decode attention over packed keys and values on a CPU: one compiled function that every thread runs.
+
+A task is one KV head of one batch row and one share of its tiles. A tile is a packed block, as many recent tokens, or
+the sinks. Threads take tasks from a shared counter; the thread that finishes the last share of a head adds the shares
+up. Nothing is allocated: a task works in a few KiB on its thread's stack.
+
+    tile -> scores (rows, tokens) -> online softmax -> output (rows, channels)
+
+Source: Flash-Decoding, https://crfm.stanford.edu/2023/10/12/flashdecoding.html, for shares of the sequence; FlashAttention,
+https://arxiv.org/abs/2205.14135, for the online softmax. What differs: scales go into the query and the probabilities,
+so that a code is only converted and multiplied; it is unpacked once for all queries of a head.
+
+Left out: integer dot products. Queries of 8 bits would lose more than int4 keys do, and conversion isn't the limit.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numba import cfunc, types
+
+from hf_kvplus.attention import inner_loops, slots, vectors
+from hf_kvplus.attention.inner_loops import (
+    STATE_BYTES,
+    add_scaled,
+    cap_scores,
+    count_up,
+    dense_output,
+    dense_scores,
+    exponentiate,
+    fill,
+    hide,
+    lane_sum,
+    largest,
+    packed_output,
+    packed_scores,
+    read_float,
+    read_long,
+    read_states,
+    rotate,
+    scale,
+    scale_tokens,
+    scratch,
+    write_float,
+    write_long,
+    write_states,
+)
+from hf_kvplus.attention.vectors import LANES
+
+NOTHING = np.float32(-np.inf)
+# A compiled kernel on disk is only as good as the sources that it was made of.
+_MODULES = (__file__, inner_loops.__file__, slots.__file__, vectors.__file__)
+SOURCES = zlib.crc32(b"".join(Path(name).read_bytes() for name in _MODULES))
+
+
+@dataclass(frozen=True)
+class PackedForm:
+    """How the kernel reads packed blocks of keys or of values.
+
+    Args:
+        nbits: Bits per code; 0 for blocks that hold states as they are.
+        groups: Groups of a line that have scales of their own.
+        has_factors: Whether a second scale is there: per token for keys, per channel of a block for values.
+        rotated: Whether channels were mixed by a matrix before.
+    """
+
+    nbits: int = 0
+    groups: int = 1
+    has_factors: bool = False
+    rotated: bool = False
+
+
+@dataclass(frozen=True)
+class KernelForm:
+    """All that a kernel is compiled for.
+
+    Args:
+        rows: Query vectors per pass.
+        key_channels: Channels per head of queries and keys.
+        value_channels: Channels per head of values.
+        tokens: Tokens in a tile; a packed block where there are any.
+        dtype: Of queries, unpacked states and output: `float32`, `float16` or `bfloat16`.
+        keys: How packed keys are read.
+        values: How packed values are read.
+    """
+
+    rows: int
+    key_channels: int
+    value_channels: int
+    tokens: int
+    dtype: str
+    keys: PackedForm
+    values: PackedForm
+
+
+@cache
+def compile_kernel(form: KernelForm) -> Any:
+    """Returns the kernel for `form`, a Numba `cfunc`; its `address` takes the address of an array laid out by `slots`.
+
+    The first call for a form on a machine compiles it, which takes seconds; later ones read it from Numba's cache.
+    """
+    return _build(
+        form.rows,
+        form.key_channels,
+        form.value_channels,
+        form.tokens,
+        form.dtype,
+        *(form.keys.nbits, form.keys.groups, form.keys.has_factors, form.keys.rotated),
+        *(form.values.nbits, form.values.groups, form.values.has_factors, form.values.rotated),
+        SOURCES,
+    )
+
+
+def _build(
+    rows: int,
+    key_channels: int,
+    value_channels: int,
+    tokens: int,
+    dtype: str,
+    key_nbits: int,
+    key_groups: int,
+    key_factors: bool,
+    key_rotated: bool,
+    value_nbits: int,
+    value_groups: int,
+    value_factors: bool,
+    value_rotated: bool,
+    sources: int,
+) -> Any:
+    """Compiles the kernel. Numba's cache tells kernels apart by these constants, `sources` among them."""
+    state_bytes = STATE_BYTES[dtype]
+    key_line, value_line = key_channels * state_bytes, value_channels * state_bytes
+    key_bytes = key_channels * tokens * key_nbits // 8 if key_nbits else tokens * key_line
+    value_bytes = value_channels * tokens * value_nbits // 8 if value_nbits else tokens * value_line
+    # Scratch, from its end: every part is a multiple of a vector long.
+    sizes = {
+        "query": rows * key_channels,
+        "rotated_query": rows * key_channels,
+        "folded_query": rows * key_channels,
+        "scores": rows * tokens,
+        "folded_scores": rows * max(value_groups * tokens, value_channels),
+        "output": rows * value_channels,
+        "packed_output": rows * value_channels,
+        "sums": rows * LANES,
+        "largest": rows * LANES,
+        "bias": value_groups * rows * LANES,
+    }
+    places, size = {}, 0
+    for name, length in sizes.items():
+        places[name] = size
+        size += 4 * length
+    query_at, rotated_at, folded_query_at = places["query"], places["rotated_query"], places["folded_query"]
+    scores_at, folded_at, bias_at = places["scores"], places["folded_scores"], places["bias"]
+    output_at, packed_at = places["output"], places["packed_output"]
+    sums_at, largest_at = places["sums"], places["largest"]
+    # Without a rotation both kinds of values are added up in one place.
+    packed_at = packed_at if value_rotated else output_at
+    rotated_at = rotated_at if key_rotated else query_at
+    both_outputs = (2 if value_rotated else 1) * rows * value_channels
+    tile_scores, key_factors, value_factors = rows * tokens, int(key_factors), int(value_factors)
+    cleared = 2 * rows * value_channels + rows * LANES
+
+    @cfunc(types.void(types.CPointer(types.int64)), cache=True, error_model="numpy")
+    def kernel(a: Any) -> None:
+        _ = sources  # part of the key of Numba's cache, as all names from outside that are used here
+        base = scratch(size)
+        queries, per_head, shares = a[slots.QUERIES], a[slots.QUERIES_PER_HEAD], a[slots.SHARES]
+        all_rows, padded_rows = queries * per_head, a[slots.ROW_CHUNKS] * rows
+        tiles = a[slots.PACKED_TILES] + a[slots.RECENT_TILES] + a[slots.SINK_TILES]
+        softcap = read_float(a[slots.SELF] + 8 * slots.SOFTCAP)
+        one = np.float32(1)
+        while True:
+            task = count_up(a[slots.SELF] + 8 * slots.NEXT_TASK)
+            if task >= a[slots.TASKS]:
+                return
+            share, pair = task % shares, task // shares
+            head, batch = pair % a[slots.KV_HEADS], pair // a[slots.KV_HEADS]
+            padding = read_long(a[slots.PADDING] + 8 * batch)
+            for first_row in range(0, padded_rows, rows):
+                fill(base + output_at, np.float32(0), cleared)
+                for row in range(rows):
+                    target = base + query_at + 4 * row * key_channels
+                    write_float(base + largest_at + 4 * row, NOTHING)
+                    if first_row + row < all_rows:
+                        i, j = (first_row + row) // per_head, (first_row + row) % per_head
+                        source = a[slots.QUERY] + batch * a[slots.QUERY_B] + i * a[slots.QUERY_Q]
+                        source += (head * per_head + j) * a[slots.QUERY_H]
+                        scaling = read_float(a[slots.SELF] + 8 * slots.SCALING)
+                        read_states(source, target, scaling, key_channels, dtype)
+                    else:
+                        fill(target, np.float32(0), key_channels)
+                if key_rotated:
+                    rotate(base + query_at, a[slots.KEY_ROTATION], base + rotated_at, key_channels, rows)
+                for tile in range(tiles * share // shares, tiles * (share + 1) // shares):
+                    # Scores
+                    block, limit = np.int64(-1), a[slots.TOTAL]
+                    gap_first, gap_last = np.int64(0), np.int64(0)
+                    recent = tile - a[slots.PACKED_TILES]
+                    count = np.int64(tokens)
+                    keys_at, values_at = np.int64(0), np.int64(0)
+                    if recent < 0:
+                        block = tile + a[slots.FIRST_TILE]
+                        column = a[slots.FIRST_STORED] + block * tokens
+                        gap_first = padding - column
+                        gap_last = gap_first + a[slots.SINK_TOKENS]
+                        codes = a[slots.KEY_CODES] + batch * a[slots.KEY_CODES_B] + head * a[slots.KEY_CODES_H]
+                        keys_at = codes + block * key_bytes
+                        codes = a[slots.VALUE_CODES] + batch * a[slots.VALUE_CODES_B] + head * a[slots.VALUE_CODES_H]
+                        values_at = codes + block * value_bytes
+                    elif recent < a[slots.RECENT_TILES]:
+                        start = recent * tokens
+                        column, count = a[slots.PACKED_TOKENS] + start, min(count, a[slots.RECENT_TOKENS] - start)
+                        keys_at = a[slots.RECENT_KEYS] + batch * a[slots.RECENT_KEYS_B] + start * key_line
+                        keys_at += head * a[slots.RECENT_KEYS_H]
+                        values_at = a[slots.RECENT_VALUES] + batch * a[slots.RECENT_VALUES_B] + start * value_line
+                        values_at += head * a[slots.RECENT_VALUES_H]
+                    else:
+                        start = (recent - a[slots.RECENT_TILES]) * tokens
+                        column, count = padding + start, min(count, a[slots.SINK_TOKENS] - start)
+                        limit = a[slots.PACKED_TOKENS]
+                        keys_at = a[slots.SINK_KEYS] + batch * a[slots.SINK_KEYS_B] + start * key_line
+                        keys_at += head * a[slots.SINK_KEYS_H]
+                        values_at = a[slots.SINK_VALUES] + batch * a[slots.SINK_VALUES_B] + start * value_line
+                        values_at += head * a[slots.SINK_VALUES_H]
+                    scores = base + scores_at
+                    if key_nbits and block >= 0:
+                        lines = block * key_channels * key_groups * 2
+                        scales = (
+                            a[slots.KEY_SCALE] + batch * a[slots.KEY_SCALE_B] + head * a[slots.KEY_SCALE_H] + lines
+                        )
+                        zeros = a[slots.KEY_ZERO] + batch * a[slots.KEY_ZERO_B] + head * a[slots.KEY_ZERO_H] + lines
+                        packed_scores(
+                            keys_at, scales, zeros, base + rotated_at, base + folded_query_at, base + bias_at, scores,
+                            key_nbits, key_channels, tokens, rows, key_groups,
+                        )  # fmt: skip
+                        if key_factors:
+                            factors = a[slots.KEY_FACTOR] + batch * a[slots.KEY_FACTOR_B] + block * tokens * 2
+                            scale_tokens(factors + head * a[slots.KEY_FACTOR_H], scores, tokens, rows)
+                    else:
+                        source = base + (rotated_at if block >= 0 else query_at)
+                        dense_scores(keys_at, key_line, count, source, scores, key_channels, tokens, rows, dtype)
+                    if softcap > 0:
+                        cap_scores(scores, softcap, tile_scores)
+                    # Probabilities
+                    first = a[slots.VISIBLE] - column
+                    for row in range(rows):
+                        i = min((first_row + row) // per_head, queries - 1)
+                        last = min(count, limit - column)
+                        mask = np.int64(0)
+                        if a[slots.MASK]:
+                            mask = a[slots.MASK] + batch * a[slots.MASK_B] + i * a[slots.MASK_Q] + first * np.int64(-1)
+                        else:
+                            last = min(last, a[slots.TOTAL] - queries + i + 1 - column)
+                        line = scores + 4 * row * tokens
+                        overlaps = gap_last > 0 and gap_first < tokens and gap_last > gap_first
+                        if mask or first > 0 or last < tokens or overlaps:
+                            hide(line, mask, mask, first, last, gap_first, gap_last, tokens)
+                        new, held = largest(line, tokens), read_float(base + largest_at + 4 * row)
+                        if new > held:
+                            shrink = np.float32(math.exp(held - new))
+                            scale(base + sums_at + 4 * row * LANES, shrink, LANES)
+                            scale(base + output_at + 4 * row * value_channels, shrink, value_channels)
+                            if value_rotated:
+                                scale(base + packed_at + 4 * row * value_channels, shrink, value_channels)
+                            write_float(base + largest_at + 4 * row, new)
+                            held = new
+                        shift = np.float32(0) if held == NOTHING else held
+                        exponentiate(line, base + sums_at + 4 * row * LANES, shift, tokens)
+                    # Output
+                    if value_nbits and block >= 0:
+                        lines = block * tokens * value_groups * 2
+                        scales = a[slots.VALUE_SCALE] + batch * a[slots.VALUE_SCALE_B] + lines
+                        zeros = a[slots.VALUE_ZERO] + batch * a[slots.VALUE_ZERO_B] + lines
+                        factors = a[slots.VALUE_FACTOR] + batch * a[slots.VALUE_FACTOR_B] + block * value_channels * 2
+                        packed_output(
+                            values_at, scales + head * a[slots.VALUE_SCALE_H], zeros + head * a[slots.VALUE_ZERO_H],
+                            factors + head * a[slots.VALUE_FACTOR_H], scores, base + folded_at, base + bias_at,
+                            base + packed_at, value_nbits, value_channels, tokens, rows, value_groups, value_factors,
+                        )  # fmt: skip
+                    else:
+                        target = base + (packed_at if block >= 0 else output_at)
+                        dense_output(values_at, value_line, count, scores, target, value_channels, tokens, rows, dtype)
+                # What this share found, for the one that comes last.
+                place = task * padded_rows + first_row
+                if value_rotated:
+                    rotate(base + packed_at, a[slots.VALUE_ROTATION], base + folded_at, value_channels, rows)
+                for row in range(rows):
+                    sums = a[slots.PARTIAL_SUMS] + 8 * (place + row)
+                    write_float(sums, read_float(base + largest_at + 4 * row))
+                    write_float(sums + 4, lane_sum(base + sums_at + 4 * row * LANES))
+                    found = base + output_at + 4 * row * value_channels
+                    if value_rotated:
+                        add_scaled(base + folded_at + 4 * row * value_channels, found, one, value_channels)
+                    target = a[slots.PARTIAL_OUTPUT] + 4 * (place + row) * value_channels
+                    read_states(found, target, one, value_channels, "float32")
+            if count_up(a[slots.SHARES_DONE] + 8 * pair) < shares - 1:
+                continue
+            write_long(a[slots.SHARES_DONE] + 8 * pair, 0)
+            for row in range(all_rows):
+                i, j = row // per_head, row % per_head
+                query_head = head * per_head + j
+                highest, total = NOTHING, np.float32(0)
+                if a[slots.SINK_LOGITS]:
+                    highest, total = read_float(a[slots.SINK_LOGITS] + 4 * query_head), one
+                fill(base + output_at, np.float32(0), value_channels)
+                for part in range(pair * shares, (pair + 1) * shares):
+                    sums = a[slots.PARTIAL_SUMS] + 8 * (part * padded_rows + row)
+                    new, weight = read_float(sums), one
+                    if new == NOTHING:
+                        continue
+                    if new > highest:
+                        shrink = np.float32(math.exp(highest - new))
+                        scale(base + output_at, shrink, value_channels)
+                        total *= shrink
+                        highest = new
+                    else:
+                        weight = np.float32(math.exp(new - highest))
+                    total += read_float(sums + 4) * weight
+                    found = a[slots.PARTIAL_OUTPUT] + 4 * (part * padded_rows + row) * value_channels
+                    add_scaled(found, base + output_at, weight, value_channels)
+                target = a[slots.OUTPUT] + batch * a[slots.OUTPUT_B] + query_head * a[slots.OUTPUT_H]
+                target += i * a[slots.OUTPUT_Q]
+                # A query that sees nothing gets zeros.
+                write_states(base + output_at, target, one / total if total > 0 else one, value_channels, dtype)
+
+    return kernel

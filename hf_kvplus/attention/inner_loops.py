@@ -1,0 +1,579 @@
+"""The inner loops of the CPU kernel, as functions that Numba code can call.
+
+Each is an intrinsic: it takes addresses (64-bit integers) and constants, and writes LLVM instructions with explicit
+vectors (see `vectors.py`). Constants become part of the compiled code, so every loop has a fixed length. Rows are the
+query vectors that share a KV head; a tile is as many tokens as one packed block. Arrays are float32 unless said
+otherwise, and without gaps.
+
+    packed keys     codes (channels, tokens), a scale and a zero point per channel and group of tokens
+    packed values   codes (tokens, channels), a scale and a zero point per token and group of channels
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from hf_kvplus.attention.vectors import (
+    BYTE,
+    FLOAT,
+    FLOATS,
+    INT,
+    LANES,
+    LONG,
+    Builder,
+    Sums,
+    Value,
+    accumulate,
+    call,
+    constant,
+    exponential,
+    hyperbolic_tangent,
+    lane_numbers,
+    largest_lane,
+    load,
+    load_codes,
+    load_halves,
+    load_states,
+    maximum,
+    multiply_add,
+    offset,
+    passes,
+    pointer,
+    read_factor,
+    splat,
+    steps,
+    store,
+    store_states,
+    sum_lanes,
+    vector,
+)
+
+ZERO = constant(FLOAT, 0.0)
+LOWEST = constant(FLOAT, float("-inf"))
+STATE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+
+def inner_loop(
+    runtime: str, constants: str = "", returns: Any = types.none, *, inline: bool = False
+) -> Callable[[Callable], Any]:
+    """Turns a function that writes instructions into an intrinsic.
+
+    Each combination of constants becomes a function of its own in the compiled code.
+
+    Args:
+        runtime: Names of the arguments known at run time. Those that end in `_at` are addresses, those that begin with
+            `float_` are float32, the others 64-bit integers.
+        constants: Names of the arguments behind them, which are compile-time constants.
+        returns: The Numba type that the intrinsic returns.
+        inline: Whether the instructions go into the caller instead.
+
+    Returns:
+        A decorator for a function that takes the builder, then a pointer or value per run-time argument, then the
+        constants.
+    """
+    names, fixed_names = runtime.split(), constants.split()
+    declared = [types.float32 if name.startswith("float_") else types.int64 for name in names]
+
+    def decorate(write: Callable) -> Any:
+        def write_all(builder: Builder, values: Any, fixed: list[Any]) -> Value:
+            pairs = zip(names, values, strict=True)
+            prepared = [pointer(builder, value) if name.endswith("_at") else value for name, value in pairs]
+            return write(builder, *prepared, *fixed)
+
+        def typing(context: Any, *given: Any) -> tuple[Any, Callable]:
+            fixed = [type_.literal_value for type_ in given[len(names) :]]
+
+            def generate(context: Any, builder: Builder, signature: Any, values: Any) -> Value:
+                values = values[: len(names)]
+                if inline:
+                    result = write_all(builder, values, fixed)
+                else:
+                    name = ".".join(["kvplus", write.__name__, *map(str, fixed)])
+                    returned = ir.VoidType() if returns is types.none else context.get_value_type(returns)
+                    function = _find_function(
+                        builder.module, name, returned, [value.type for value in values], write_all, fixed
+                    )
+                    result = builder.call(function, values)
+                return context.get_dummy_value() if returns is types.none else result
+
+            return returns(*declared, *given[len(names) :]), generate
+
+        parameters = ["context", *names, *fixed_names]
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        typing.__signature__ = inspect.Signature([inspect.Parameter(name, kind) for name in parameters])
+        typing.__name__, typing.__doc__ = write.__name__, write.__doc__
+        return intrinsic(prefer_literal=True)(typing)
+
+    return decorate
+
+
+def _find_function(
+    module: ir.Module, name: str, returned: ir.Type, arguments: list[ir.Type], write_all: Callable, fixed: list[Any]
+) -> ir.Function:
+    """Returns the function `name` of a module; writes it on first use."""
+    if name in module.globals:
+        return module.globals[name]
+    function = ir.Function(module, ir.FunctionType(returned, arguments), name)
+    function.linkage = "internal"
+    function.attributes.add("noinline")
+    function.attributes.add("nounwind")
+    builder = ir.IRBuilder(function.append_basic_block("entry"))
+    result = write_all(builder, function.args, fixed)
+    if isinstance(returned, ir.VoidType):
+        builder.ret_void()
+    else:
+        builder.ret(result)
+    return function
+
+
+# Memory
+
+
+@inner_loop("", "size", types.int64, inline=True)
+def scratch(builder: Builder, size: int) -> Value:
+    """Returns the address of `size` bytes on the stack, aligned to a cache line."""
+    # Not cgutils.alloca_once: it clears the memory, byte by byte as LLVM sees it.
+    with builder.goto_entry_block():
+        slot = builder.alloca(ir.ArrayType(BYTE, size))
+    slot.align = 64
+    return builder.ptrtoint(slot, LONG)
+
+
+@inner_loop("source_at", "", types.float32, inline=True)
+def read_float(builder: Builder, source: Value) -> Value:
+    """Reads a float32."""
+    return load(builder, source, FLOAT)
+
+
+@inner_loop("target_at float_value", inline=True)
+def write_float(builder: Builder, target: Value, value: Value) -> None:
+    """Writes a float32."""
+    store(builder, value, target)
+
+
+@inner_loop("source_at", "", types.int64, inline=True)
+def read_long(builder: Builder, source: Value) -> Value:
+    """Reads a 64-bit integer."""
+    return load(builder, source, LONG)
+
+
+@inner_loop("target_at value", inline=True)
+def write_long(builder: Builder, target: Value, value: Value) -> None:
+    """Writes a 64-bit integer."""
+    store(builder, value, target)
+
+
+@inner_loop("counter_at", "", types.int64, inline=True)
+def count_up(builder: Builder, counter: Value) -> Value:
+    """Adds one to a counter that threads share; returns what it was, and makes all earlier writes visible."""
+    return builder.atomic_rmw("add", builder.bitcast(counter, LONG.as_pointer()), LONG(1), "acq_rel")
+
+
+# Rows of numbers
+
+
+@inner_loop("target_at float_value", "length")
+def fill(builder: Builder, target: Value, value: Value, length: int) -> None:
+    """Sets `length` numbers to `float_value`."""
+    numbers = splat(builder, value)
+    with steps(builder, length // LANES, 4 * LANES) as at:
+        store(builder, numbers, offset(builder, target, at))
+
+
+@inner_loop("target_at float_factor", "length")
+def scale(builder: Builder, target: Value, factor: Value, length: int) -> None:
+    """Multiplies `length` numbers by `float_factor`."""
+    factors = splat(builder, factor)
+    with steps(builder, length // LANES, 4 * LANES) as at:
+        place = offset(builder, target, at)
+        store(builder, builder.fmul(load(builder, place, FLOATS), factors), place)
+
+
+@inner_loop("source_at target_at float_factor", "length")
+def add_scaled(builder: Builder, source: Value, target: Value, factor: Value, length: int) -> None:
+    """Adds `float_factor` times `length` numbers to others."""
+    factors = splat(builder, factor)
+    with steps(builder, length // LANES, 4 * LANES) as at:
+        place = offset(builder, target, at)
+        numbers = load(builder, offset(builder, source, at), FLOATS)
+        store(builder, multiply_add(builder, numbers, factors, load(builder, place, FLOATS)), place)
+
+
+@inner_loop("source_at", "", types.float32)
+def lane_sum(builder: Builder, source: Value) -> Value:
+    """Returns the sum of LANES numbers."""
+    return sum_lanes(builder, load(builder, source, FLOATS))
+
+
+@inner_loop("source_at target_at float_factor", "length dtype")
+def read_states(builder: Builder, source: Value, target: Value, factor: Value, length: int, dtype: str) -> None:
+    """Converts `length` states to float32, times `float_factor`."""
+    factors = splat(builder, factor)
+    with steps(builder, length // LANES, LANES) as at:
+        place = offset(builder, source, builder.mul(at, LONG(STATE_BYTES[dtype])))
+        numbers = builder.fmul(load_states(builder, place, dtype), factors)
+        store(builder, numbers, offset(builder, target, builder.mul(at, LONG(4))))
+
+
+@inner_loop("source_at target_at float_factor", "length dtype")
+def write_states(builder: Builder, source: Value, target: Value, factor: Value, length: int, dtype: str) -> None:
+    """Writes `length` numbers, times `float_factor`, as states."""
+    factors = splat(builder, factor)
+    with steps(builder, length // LANES, LANES) as at:
+        numbers = builder.fmul(load(builder, offset(builder, source, builder.mul(at, LONG(4))), FLOATS), factors)
+        place = offset(builder, target, builder.mul(at, LONG(STATE_BYTES[dtype])))
+        store_states(builder, numbers, place, dtype)
+
+
+# Scores of a tile, (rows, tokens)
+
+
+@inner_loop("codes_at scale_at zero_at query_at folded_at bias_at scores_at", "nbits channels tokens rows groups")
+def packed_scores(
+    builder: Builder,
+    codes: Value,
+    scale: Value,
+    zero: Value,
+    query: Value,
+    folded: Value,
+    bias: Value,
+    scores: Value,
+    nbits: int,
+    channels: int,
+    tokens: int,
+    rows: int,
+    groups: int,
+) -> None:
+    """Writes `scores[r, t] = sum over c of query[r, c] * (codes[c, t] * scale[c, g] + zero[c, g])`; g is t's group.
+
+    Scales and zero points are half precision. `folded`, as large as `query`, and `bias`, a number per row, are scratch.
+    """
+    vectors = tokens // groups // LANES
+    for group in range(groups):
+        _fold_key_scales(builder, scale, zero, query, folded, bias, channels, rows, groups, group)
+        for chosen in passes(vectors, rows, nbits):
+            indices = [group * vectors + index for index in chosen]
+            _score_codes(builder, codes, folded, bias, scores, nbits, channels, tokens, rows, indices)
+
+
+def _fold_key_scales(
+    builder: Builder,
+    scale: Value,
+    zero: Value,
+    query: Value,
+    folded: Value,
+    bias: Value,
+    channels: int,
+    rows: int,
+    groups: int,
+    group: int,
+) -> None:
+    """Moves one group's scales into the query, and what its zero points add to any score into `bias`."""
+    with accumulate(builder, channels // LANES, dict.fromkeys(range(rows), ZERO)) as (number, sums):
+        channel = builder.mul(number, LONG(LANES))
+        halves = builder.mul(channel, LONG(2 * groups))
+        scales = load_halves(builder, offset(builder, scale, halves), groups, group)
+        zeros = load_halves(builder, offset(builder, zero, halves), groups, group)
+        at = builder.mul(channel, LONG(4))
+        for row in range(rows):
+            numbers = load(builder, offset(builder, offset(builder, query, at), 4 * row * channels), FLOATS)
+            target = offset(builder, offset(builder, folded, at), 4 * row * channels)
+            store(builder, builder.fmul(numbers, scales), target)
+            sums[row] = multiply_add(builder, numbers, zeros, sums[row])
+    for row in range(rows):
+        store(builder, sum_lanes(builder, sums[row]), offset(builder, bias, 4 * row))
+
+
+def _score_codes(
+    builder: Builder,
+    codes: Value,
+    folded: Value,
+    bias: Value,
+    scores: Value,
+    nbits: int,
+    channels: int,
+    tokens: int,
+    rows: int,
+    indices: list[int],
+) -> None:
+    """Multiplies codes by the folded query, for the vectors of tokens at `indices`.
+
+    The codes of a channel lie side by side, so a vector of tokens is unpacked once and serves every row; the scores
+    stay in registers until all channels are through.
+    """
+    keys = [(row, i) for row in range(rows) for i in indices]
+    with accumulate(builder, channels, dict.fromkeys(keys, ZERO)) as (channel, sums):
+        line = offset(builder, codes, builder.mul(channel, LONG(tokens * nbits // 8)))
+        numbers = {i: load_codes(builder, line, nbits, tokens, i) for i in indices}
+        factors = offset(builder, folded, builder.mul(channel, LONG(4)))
+        for row in range(rows):
+            factor = read_factor(builder, offset(builder, factors, 4 * row * channels))
+            for i in indices:
+                sums[row, i] = multiply_add(builder, numbers[i], factor, sums[row, i])
+    for row, i in keys:
+        total = builder.fadd(sums[row, i], read_factor(builder, offset(builder, bias, 4 * row)))
+        store(builder, total, offset(builder, scores, 4 * (row * tokens + i * LANES)))
+
+
+@inner_loop("keys_at stride count query_at scores_at", "channels tokens rows dtype")
+def dense_scores(
+    builder: Builder,
+    keys: Value,
+    stride: Value,
+    count: Value,
+    query: Value,
+    scores: Value,
+    channels: int,
+    tokens: int,
+    rows: int,
+    dtype: str,
+) -> None:
+    """Writes the scores of `count` unpacked keys that lie `stride` bytes apart; those behind them become -inf."""
+    for place in range(0, rows * tokens, LANES):
+        store(builder, LOWEST, offset(builder, scores, 4 * place))
+    with steps(builder, count) as token:
+        line = offset(builder, keys, builder.mul(token, stride))
+        sums = dict.fromkeys(range(rows), None)
+        for channel in range(0, channels, LANES):
+            numbers = load_states(builder, offset(builder, line, channel * STATE_BYTES[dtype]), dtype)
+            for row in range(rows):
+                factors = load(builder, offset(builder, query, 4 * (row * channels + channel)), FLOATS)
+                product = builder.fmul(numbers, factors)
+                sums[row] = product if channel == 0 else multiply_add(builder, numbers, factors, sums[row])
+        target = offset(builder, scores, builder.mul(token, LONG(4)))
+        for row in range(rows):
+            store(builder, sum_lanes(builder, sums[row]), offset(builder, target, 4 * row * tokens))
+
+
+@inner_loop("factors_at scores_at", "tokens rows")
+def scale_tokens(builder: Builder, factors: Value, scores: Value, tokens: int, rows: int) -> None:
+    """Multiplies the scores of each token by its own factor, in half precision."""
+    for token in range(0, tokens, LANES):
+        numbers = load_halves(builder, offset(builder, factors, 2 * token))
+        for row in range(rows):
+            place = offset(builder, scores, 4 * (row * tokens + token))
+            store(builder, builder.fmul(load(builder, place, FLOATS), numbers), place)
+
+
+@inner_loop("scores_at float_cap", "length")
+def cap_scores(builder: Builder, scores: Value, cap: Value, length: int) -> None:
+    """Replaces scores by `cap * tanh(score / cap)`."""
+    caps, inverse = splat(builder, cap), splat(builder, builder.fdiv(FLOAT(1.0), cap))
+    with steps(builder, length // LANES, 4 * LANES) as at:
+        place = offset(builder, scores, at)
+        numbers = builder.fmul(load(builder, place, FLOATS), inverse)
+        store(builder, builder.fmul(hyperbolic_tangent(builder, numbers), caps), place)
+
+
+@inner_loop("scores_at mask_at masked first last gap_first gap_last", "tokens")
+def hide(
+    builder: Builder,
+    scores: Value,
+    mask: Value,
+    masked: Value,
+    first: Value,
+    last: Value,
+    gap_first: Value,
+    gap_last: Value,
+    tokens: int,
+) -> None:
+    """Sets scores of one row to -inf outside tokens `first` to `last`, inside the gap, and where the mask is 0.
+
+    The mask, a byte per token, is looked at only if `masked`, and only within `first` to `last`.
+    """
+    bounds = [splat(builder, builder.trunc(bound, INT)) for bound in (first, last, gap_first, gap_last)]
+    use_mask = builder.icmp_signed("!=", masked, LONG(0))
+    for token in range(0, tokens, LANES):
+        numbers = builder.add(lane_numbers(), constant(INT, token))
+        seen = builder.and_(
+            builder.icmp_signed(">=", numbers, bounds[0]), builder.icmp_signed("<", numbers, bounds[1])
+        )
+        gap = builder.and_(builder.icmp_signed(">=", numbers, bounds[2]), builder.icmp_signed("<", numbers, bounds[3]))
+        readable = builder.and_(seen, splat(builder, use_mask))
+        place = builder.bitcast(offset(builder, mask, token), vector(BYTE).as_pointer())
+        name = f"llvm.masked.load.v{LANES}i8.p0"
+        shown = call(builder, name, vector(BYTE), place, INT(1), readable, ir.Constant(vector(BYTE), [1] * LANES))
+        seen = builder.and_(seen, builder.icmp_unsigned("!=", shown, ir.Constant(vector(BYTE), [0] * LANES)))
+        seen = builder.and_(seen, builder.not_(gap))
+        target = offset(builder, scores, 4 * token)
+        store(builder, builder.select(seen, load(builder, target, FLOATS), LOWEST), target)
+
+
+@inner_loop("scores_at", "tokens", types.float32)
+def largest(builder: Builder, scores: Value, tokens: int) -> Value:
+    """Returns the largest score of one row."""
+    result = load(builder, scores, FLOATS)
+    for token in range(LANES, tokens, LANES):
+        result = maximum(builder, result, load(builder, offset(builder, scores, 4 * token), FLOATS))
+    return largest_lane(builder, result)
+
+
+@inner_loop("scores_at sum_at float_shift", "tokens")
+def exponentiate(builder: Builder, scores: Value, sums: Value, shift: Value, tokens: int) -> None:
+    """Replaces the scores of one row by `exp(score - float_shift)` and adds them to LANES sums."""
+    shifts = splat(builder, shift)
+    total = load(builder, sums, FLOATS)
+    for token in range(0, tokens, LANES):
+        place = offset(builder, scores, 4 * token)
+        numbers = exponential(builder, builder.fsub(load(builder, place, FLOATS), shifts))
+        store(builder, numbers, place)
+        total = builder.fadd(total, numbers)
+    store(builder, total, sums)
+
+
+# Output of a tile, (rows, channels), from probabilities (rows, tokens)
+
+
+@inner_loop(
+    "codes_at scale_at zero_at factors_at probabilities_at folded_at bias_at output_at",
+    "nbits channels tokens rows groups has_factors",
+)
+def packed_output(
+    builder: Builder,
+    codes: Value,
+    scale: Value,
+    zero: Value,
+    factors: Value,
+    probabilities: Value,
+    folded: Value,
+    bias: Value,
+    output: Value,
+    nbits: int,
+    channels: int,
+    tokens: int,
+    rows: int,
+    groups: int,
+    has_factors: int,
+) -> None:
+    """Adds `factors[c] * sum over t of probabilities[r, t] * (codes[t, c] * scale[t, g] + zero[t, g])` to `output[r, c]`.
+
+    g is the group of channel c. Scales, zero points and factors are half precision; factors are 1 unless
+    `has_factors`. `folded` (groups, rows, tokens) and `bias` (groups, rows) are scratch.
+    """
+    for group in range(groups):
+        _fold_value_scales(builder, scale, zero, probabilities, folded, bias, tokens, rows, groups, group)
+    for indices in passes(channels // LANES, rows, nbits):
+        sums = _sum_codes(builder, codes, folded, bias, nbits, channels, tokens, rows, groups, indices)
+        for row, i in sums:
+            target = offset(builder, output, 4 * (row * channels + i * LANES))
+            held, total = load(builder, target, FLOATS), sums[row, i]
+            if has_factors:
+                factor = load_halves(builder, offset(builder, factors, 2 * i * LANES))
+                store(builder, multiply_add(builder, total, factor, held), target)
+            else:
+                store(builder, builder.fadd(total, held), target)
+
+
+def _fold_value_scales(
+    builder: Builder,
+    scale: Value,
+    zero: Value,
+    probabilities: Value,
+    folded: Value,
+    bias: Value,
+    tokens: int,
+    rows: int,
+    groups: int,
+    group: int,
+) -> None:
+    """Moves one group's scales into the probabilities, and what its zero points add to the output into `bias`."""
+    with accumulate(builder, tokens // LANES, dict.fromkeys(range(rows), ZERO)) as (number, sums):
+        token = builder.mul(number, LONG(LANES))
+        halves = builder.mul(token, LONG(2 * groups))
+        scales = load_halves(builder, offset(builder, scale, halves), groups, group)
+        zeros = load_halves(builder, offset(builder, zero, halves), groups, group)
+        at = builder.mul(token, LONG(4))
+        for row in range(rows):
+            numbers = load(builder, offset(builder, offset(builder, probabilities, at), 4 * row * tokens), FLOATS)
+            target = offset(builder, offset(builder, folded, at), 4 * (group * rows + row) * tokens)
+            store(builder, builder.fmul(numbers, scales), target)
+            sums[row] = multiply_add(builder, numbers, zeros, sums[row])
+    for row in range(rows):
+        store(builder, sum_lanes(builder, sums[row]), offset(builder, bias, 4 * (group * rows + row)))
+
+
+def _sum_codes(
+    builder: Builder,
+    codes: Value,
+    folded: Value,
+    bias: Value,
+    nbits: int,
+    channels: int,
+    tokens: int,
+    rows: int,
+    groups: int,
+    indices: list[int],
+) -> Sums:
+    """Adds up codes times folded probabilities, for the vectors of channels at `indices`.
+
+    The sum starts at the bias and is added to the output as a whole: codes aren't centred, and one running sum over
+    all tiles would lose digits.
+    """
+    group_channels = channels // groups
+    places = {(row, i): i * LANES // group_channels * rows + row for row in range(rows) for i in indices}
+    start = {key: read_factor(builder, offset(builder, bias, 4 * place)) for key, place in places.items()}
+    with accumulate(builder, tokens, start) as (token, sums):
+        line = offset(builder, codes, builder.mul(token, LONG(channels * nbits // 8)))
+        numbers = {i: load_codes(builder, line, nbits, channels, i) for i in indices}
+        column = offset(builder, folded, builder.mul(token, LONG(4)))
+        read = {
+            place: read_factor(builder, offset(builder, column, 4 * place * tokens))
+            for place in dict.fromkeys(places.values())
+        }
+        for (row, i), place in places.items():
+            sums[row, i] = multiply_add(builder, numbers[i], read[place], sums[row, i])
+    return sums
+
+
+@inner_loop("values_at stride count probabilities_at output_at", "channels tokens rows dtype")
+def dense_output(
+    builder: Builder,
+    values: Value,
+    stride: Value,
+    count: Value,
+    probabilities: Value,
+    output: Value,
+    channels: int,
+    tokens: int,
+    rows: int,
+    dtype: str,
+) -> None:
+    """Adds the sum over `count` tokens of `probabilities[r, t] * values[t, c]` to `output[r, c]`."""
+    for indices in passes(channels // LANES, rows, 8):
+        keys = [(row, i) for row in range(rows) for i in indices]
+        with accumulate(builder, count, dict.fromkeys(keys, ZERO)) as (token, sums):
+            line = offset(builder, values, builder.mul(token, stride))
+            column = offset(builder, probabilities, builder.mul(token, LONG(4)))
+            numbers = {
+                i: load_states(builder, offset(builder, line, i * LANES * STATE_BYTES[dtype]), dtype) for i in indices
+            }
+            for row in range(rows):
+                factor = read_factor(builder, offset(builder, column, 4 * row * tokens))
+                for i in indices:
+                    sums[row, i] = multiply_add(builder, numbers[i], factor, sums[row, i])
+        for row, i in keys:
+            target = offset(builder, output, 4 * (row * channels + i * LANES))
+            store(builder, builder.fadd(load(builder, target, FLOATS), sums[row, i]), target)
+
+
+@inner_loop("source_at matrix_at target_at", "channels rows")
+def rotate(builder: Builder, source: Value, matrix: Value, target: Value, channels: int, rows: int) -> None:
+    """Writes `target[r, c] = sum over k of source[r, k] * matrix[k, c]`; source and target don't overlap."""
+    for indices in passes(channels // LANES, rows, 8):
+        keys = [(row, i) for row in range(rows) for i in indices]
+        with accumulate(builder, channels, dict.fromkeys(keys, ZERO)) as (k, sums):
+            line = offset(builder, matrix, builder.mul(k, LONG(4 * channels)))
+            numbers = {i: load(builder, offset(builder, line, 4 * i * LANES), FLOATS) for i in indices}
+            column = offset(builder, source, builder.mul(k, LONG(4)))
+            for row in range(rows):
+                factor = read_factor(builder, offset(builder, column, 4 * row * channels))
+                for i in indices:
+                    sums[row, i] = multiply_add(builder, numbers[i], factor, sums[row, i])
+        for row, i in keys:
+            store(builder, sums[row, i], offset(builder, target, 4 * (row * channels + i * LANES)))

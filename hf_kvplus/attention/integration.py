@@ -1,0 +1,234 @@
+"""Switches a model to fused attention and back, through transformers' own registries.
+
+`use_fused_attention(model)` registers an attention function and a mask function named "kvplus", selects them for the
+model, and marks the model's forward passes with hooks. Within such a pass a cache layer hands itself over (see
+`hf_kvplus.handover`) instead of decoding its states, and the attention function gives it to a kernel. Prompts, other
+caches and everything that no kernel reads go through PyTorch's attention. No code of the model is touched.
+"""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.masking_utils import sdpa_mask
+from transformers.utils import logging
+
+from hf_kvplus.attention.base import Kernel, Scoring
+from hf_kvplus.attention.dense import dense_attention
+from hf_kvplus.attention.reference import ReferenceKernel
+from hf_kvplus.checks import require_choice
+from hf_kvplus.handover import handover
+from hf_kvplus.layer import KVLayer
+
+NAME = "kvplus"
+KERNELS = ("auto", "reference")
+# With more queries at once decoding pays: it is shared by all of them.
+MOST_QUERIES = 32
+
+logger = logging.get_logger(__name__)
+
+
+class FusedAttention:
+    """A model whose cache is read packed; also a context manager that ends it.
+
+    Args:
+        model: The model.
+        kernel: `"auto"`, the fastest for the device, or `"reference"`, plain PyTorch for every codec and device.
+    """
+
+    def __init__(self, model: PreTrainedModel, kernel: str) -> None:
+        self.model = model
+        self.reader = KernelReader(kernel, model.device)
+        self.before = implementations(model.config)
+        AttentionInterface.register(NAME, fused_attention_forward)
+        AttentionMaskInterface.register(NAME, sdpa_mask)
+        model.set_attn_implementation(NAME)
+        if model.config.get_text_config(decoder=True)._attn_implementation != NAME:
+            model.set_attn_implementation(self.before)
+            raise ValueError(
+                f"{type(model).__name__} doesn't let its attention be chosen (it doesn't use transformers' "
+                "AttentionInterface), so it can't be fused; leave out `use_fused_attention`"
+            )
+        self.hooks: list[Any] = []
+        for module in model.modules():
+            if isinstance(module, PreTrainedModel):
+                self.hooks.append(module.register_forward_pre_hook(self._begin))
+                self.hooks.append(module.register_forward_hook(self._end, always_call=True))
+
+    def _begin(self, module: torch.nn.Module, inputs: Any) -> None:
+        """Marks the beginning of a forward pass."""
+        handover.begin(self.reader)
+
+    def _end(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
+        """Marks its end."""
+        handover.end()
+
+    def undo(self) -> None:
+        """Restores the model's own attention."""
+        for hook in self.hooks:
+            hook.remove()
+        self.hooks = []
+        self.model.set_attn_implementation(self.before)
+
+    def __enter__(self) -> FusedAttention:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        use_fused_attention(self.model, enabled=False)
+
+
+class KernelReader:
+    """Decides which layers are read packed, and reads them.
+
+    Args:
+        kernel: Name of the kernel.
+        device: Where the model lives.
+    """
+
+    def __init__(self, kernel: str, device: torch.device) -> None:
+        self.kernel = _make_kernel(kernel, device)
+        self.answers: WeakKeyDictionary[KVLayer, tuple[Any, ...]] = WeakKeyDictionary()
+
+    def accepts(self, layer: KVLayer, key_states: torch.Tensor) -> bool:
+        """Whether a kernel answers these queries from the layer itself."""
+        if key_states.shape[2] > MOST_QUERIES or key_states.shape[2] == 0 or torch.compiler.is_compiling():
+            return False
+        if torch.is_grad_enabled() and key_states.requires_grad:
+            _say("gradients are enabled; wrap the call in `torch.no_grad()`")
+            return False
+        known = self.answers.get(layer)
+        if known is None or known[:2] != (layer.dtype, layer.device):
+            known = self.answers[layer] = (layer.dtype, layer.device, self._decide(layer))
+        return known[2]
+
+    def _decide(self, layer: KVLayer) -> bool:
+        """Whether the kernel reads this layer; says why not."""
+        reason = None if type(layer).update is KVLayer.update else f"{type(layer).__name__} is read in its own way"
+        reason = reason or self.kernel.refuses(layer)
+        if reason:
+            _say(reason)
+        return reason is None
+
+
+def _make_kernel(name: str, device: torch.device) -> Kernel:
+    """Returns a kernel.
+
+    Raises:
+        ImportError: If the CPU kernel's extra is missing.
+    """
+    if name == "auto" and device.type == "cpu":
+        from hf_kvplus.attention.cpu import CPUKernel
+
+        return CPUKernel()
+    return ReferenceKernel()
+
+
+_fused: WeakKeyDictionary[PreTrainedModel, FusedAttention] = WeakKeyDictionary()
+
+
+def use_fused_attention(
+    model: PreTrainedModel, enabled: bool = True, *, kernel: str = "auto"
+) -> FusedAttention | None:
+    """Lets a model read packed keys and values directly, without decoding them; or undoes it.
+
+    Works with the caches of this package; other caches are served by PyTorch's attention as before. A prompt always is.
+
+    Args:
+        model: A transformers model.
+        enabled: Whether to switch on or back.
+        kernel: `"auto"`, or `"reference"` for plain PyTorch.
+
+    Returns:
+        A context manager that switches back at its end, or `None` if `enabled` is false.
+
+    Raises:
+        TypeError: If `model` isn't a transformers model.
+        ValueError: If its attention can't be chosen.
+        ImportError: If the model is on a CPU and Numba is missing.
+
+    Example:
+        >>> with use_fused_attention(model):
+        ...     model.generate(**inputs, past_key_values=QuantizedCache(model.config, nbits=4))
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(f"`model` must be a transformers PreTrainedModel, got {type(model).__name__}")
+    require_choice("kernel", kernel, KERNELS)
+    previous = _fused.pop(model, None)
+    if previous is not None:
+        previous.undo()
+    if not enabled:
+        return None
+    _fused[model] = fused = FusedAttention(model, kernel)
+    return fused
+
+
+def implementations(config: Any) -> dict[str, Any]:
+    """Returns the attention of a model and of its parts, in the form that `set_attn_implementation` takes."""
+    found: dict[str, Any] = {"": config._attn_implementation}
+    for name in config.sub_configs:
+        if getattr(config, name, None) is not None:
+            found[name] = implementations(getattr(config, name))
+    return found
+
+
+def fused_attention_forward(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Attends to the cache layer that `key` stands for, or to dense states; see `dense_attention` for the arguments."""
+    layer = handover.take(key)
+    if layer is None:
+        return dense_attention(module, query, key, value, attention_mask, **options)
+    try:
+        reason = _obstacle(module, layer, query, key, attention_mask, options)
+        if reason:
+            _say(reason)
+            keys, values = layer.dense(handover.visible)
+            return dense_attention(module, query, keys, values, attention_mask, **options)
+        scaling = options.get("scaling")
+        scoring = Scoring(
+            query.shape[3] ** -0.5 if scaling is None else scaling, options.get("softcap"), options.get("s_aux")
+        )
+        kernel = handover.reader.kernel
+        return kernel.attend(layer, query, scoring, attention_mask, handover.visible), None
+    finally:
+        layer.finish_update()
+
+
+def _obstacle(
+    module: torch.nn.Module,
+    layer: KVLayer,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    mask: torch.Tensor | None,
+    options: dict[str, Any],
+) -> str | None:
+    """Returns why a call can't be answered by a kernel, or `None`."""
+    if options.get("output_attentions"):
+        return "attention weights were asked for"
+    if module.training and options.get("dropout"):
+        return "attention has dropout"
+    if options.get("position_bias") is not None:
+        return "the model adds a bias to each pair of positions"
+    if query.dtype != layer.dtype:
+        return f"queries are {query.dtype}, the cache holds {layer.dtype}"
+    if mask is not None and (mask.dtype != torch.bool or mask.dim() != 4 or mask.shape[1] != 1):
+        return "the mask isn't boolean or differs between heads"
+    if mask is not None and tuple(mask.shape[2:]) != (query.shape[2], key.shape[2]):
+        return f"the mask is for {tuple(mask.shape[2:])} pairs, not {(query.shape[2], key.shape[2])}"
+    return None
+
+
+def _say(reason: str) -> None:
+    """Tells a user once that something isn't fused."""
+    logger.warning_once(f"fused attention isn't used everywhere: {reason}. The states are decoded there instead.")
