@@ -110,8 +110,11 @@ class KVPlusCache(Cache):
         """
         growing = {kind for kind in layer_types if kind not in ("full_attention", *WINDOWED, *RECURRENT)}
         if growing or "full_attention" not in layer_types:
-            what = f"its layers of type {', '.join(sorted(growing))} would keep growing" if growing else "it has none"
-            raise ValueError(f"`window` is for layers with full attention, but of this model {what}; leave it out")
+            kinds = f"layers of type {', '.join(sorted(growing))}, which would keep growing"
+            raise ValueError(
+                "`window` is for layers with full attention, but this model has "
+                f"{kinds if growing else 'a window of its own in every layer'}; leave it out"
+            )
         if getattr(config, "alibi", False) or config.model_type in ("bloom", "mpt"):
             raise ValueError(
                 f"`window` doesn't fit model type {config.model_type!r}: its attention adds a bias for every token "

@@ -6,8 +6,8 @@ of the model's own code: its rotary embedding class gives the frequencies (scale
 `rotate_half` shows which channels belong together. Any scaling of keys stays as it is.
 
 Left out, and refused by name: frequencies that change with the length (dynamic, LongRoPE: keys of one window disagree
-about them), several axes (vision-language models), layers without RoPE among layers with it where the configuration
-doesn't tell them apart, and positions that aren't rotary.
+about them), several axes (vision-language models), positions that aren't rotary, and models that nobody has verified:
+some leave a few layers without positions, which no configuration tells.
 """
 
 from __future__ import annotations
@@ -22,8 +22,15 @@ from transformers import PretrainedConfig
 
 FULL = "full_attention"
 CHANGING = ("dynamic", "longrope")
-# Models whose full-attention layers have no rotary positions although their configuration has frequencies.
-UNROTATED = ("cohere2", "cohere2_moe", "exaone4", "exaone_moe")
+# Model types whose keys were seen to turn as computed here, in every layer with full attention; a test goes over them.
+# Others may keep some layers without positions (Cohere 2, EXAONE 4) or rotate other channels (latent attention).
+_VERIFIED_TYPES = """
+    apertus arcee bitnet cohere diffllama ernie4_5 ernie4_5_moe falcon flex_olmo gemma gemma2 gemma3_text
+    gemma4_text glm glm4 glm4_moe gpt_neox gpt_oss granite granitemoe granitemoeshared hy_v3 laguna lfm2 llama
+    mellum mimo_v2_flash minimax_m2 ministral3 mistral mixtral nemotron olmo olmo2 olmo3 olmoe persimmon phi
+    phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 solar_open stablelm starcoder2 vaultgemma
+    """
+VERIFIED = frozenset(_VERIFIED_TYPES.split())
 REMEDY = 'use positions="original"'
 
 
@@ -93,8 +100,10 @@ def key_rotation(config: PretrainedConfig) -> KeyRotation:
         raise ValueError(_refusal(config, "its positions have several axes (mRoPE)"))
     if rope_type in CHANGING:
         raise ValueError(_refusal(config, f"its RoPE type {rope_type!r} changes the frequencies with the length"))
-    if config.model_type in UNROTATED:
-        raise ValueError(_refusal(config, "its full-attention layers have no rotary positions"))
+    if config.model_type not in VERIFIED:
+        raise ValueError(
+            _refusal(config, f"how it rotates keys wasn't verified, only for {', '.join(sorted(VERIFIED))}")
+        )
     module = _modeling_module(config)
     return KeyRotation(_frequencies(config, module, layered), _is_interleaved(config, module))
 

@@ -73,6 +73,16 @@ class SinkWindowLayer(KVLayer):
             self.recent = GrowingStore(minimum=16, bound=lead + held + max(64, held // 8), lead=lead)
         self.sinks = SinkStore(self.num_sink_tokens)
 
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Learns shapes from the first states and takes room for the sinks, which may come later than padding."""
+        super().lazy_initialization(key_states, value_states)
+        self.sinks.append(
+            {
+                name: tensor.new_zeros((*tensor.shape[:2], self.num_sink_tokens, tensor.shape[3]))
+                for name, tensor in (("keys", key_states), ("values", value_states))
+            }
+        )
+
     # What the mask must know
 
     def _plan(self, query_length: int) -> MaskPlan:
@@ -195,7 +205,7 @@ class SinkWindowLayer(KVLayer):
         return {"keys": self.rotation.forward(sinks["keys"], evicted), "values": values}
 
     def _right_aligned_sinks(self, plan: MaskPlan) -> States:
-        """Returns the sinks before the window, in the last of each row's `plan.lead` slots; the mask hides the others."""
+        """Returns the sinks before the window, in the last of each row's `plan.lead` slots; the mask hides others."""
         uniform = self.padding.uniform
         begins = self.padding.counts[:1] if uniform else self.padding.counts
         present = [min(max(plan.first_column - begin, 0), self.policy.num_sink_tokens) for begin in begins]

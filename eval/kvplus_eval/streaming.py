@@ -1,8 +1,9 @@
 """Endless text through a window: what sinks and shifted positions are for, against recomputing the window.
 
-One text goes through each cache in chunks, each token scored by what the model says before it sees it. Every
-`every_tokens` some tokens go one at a time and are timed. The yardstick recomputes: for each `stride` tokens the model
-reads the latest `window` tokens anew, positions from 0, and only the new ones are scored. Rows are JSON lines.
+One text goes through each cache in chunks, each token scored by what the model says before it sees it. Copies of the
+cache taken on the way decode some tokens in turns at the end, so times at all lengths see the same machine. The
+yardstick recomputes: for each `stride` tokens the model reads the latest `window` tokens anew, positions from 0, and
+only the new ones are scored. Rows are JSON lines.
 
     python -m kvplus_eval.streaming --model smollm2-135m --text wiki.txt --out streaming.jsonl
     python -m kvplus_eval.streaming --plot streaming.jsonl --image docs/streaming.png
@@ -11,6 +12,7 @@ reads the latest `window` tokens anew, positions from 0, and only the new ones a
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import math
 import statistics
@@ -20,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import Cache, PreTrainedModel
 
 from hf_kvplus import build_cache, measure_memory
 from hf_kvplus.loading import load_model
@@ -36,46 +38,61 @@ STRATEGIES = (
 )
 
 
-def stream(model: PreTrainedModel, token_ids: torch.Tensor, strategy: str, chunk: int, every: int, timed: int) -> Row:
+def stream(model: PreTrainedModel, token_ids: torch.Tensor, strategy: str, chunk: int, every: int) -> tuple[Row, dict]:
     """Feeds a text through a cache.
 
     Args:
         model: A causal language model.
         token_ids: `(tokens,)`.
         strategy: The cache.
-        chunk: Tokens fed at once.
-        every: Tokens between two measurements of time and bytes.
-        timed: Tokens fed one at a time and timed at each of them.
+        chunk: Tokens fed at once, a divisor of `every`.
+        every: Tokens between two copies of the cache.
 
     Returns:
-        `losses` per token (nats, the first token has none), and by position `ms_per_token` and `cache_bytes`.
+        A row with `losses` per token (nats, the first token has none) and `cache_bytes` by position, and the copies.
     """
     cache = build_cache(strategy, model.config)
-    losses, times, sizes, last = [], {}, {}, None
-    for first, count, alone in _pieces(len(token_ids), chunk, every, timed):
-        begin = time.perf_counter()
-        piece = token_ids[None, first : first + count]
+    losses, copies, last = [], {}, None
+    for first in range(0, len(token_ids), chunk):
+        piece = token_ids[None, first : first + chunk]
         logits = model(input_ids=piece, cache=cache).logits[0].float()
-        elapsed_ms = 1000 * (time.perf_counter() - begin)
         before = logits[:-1] if last is None else torch.cat([last, logits[:-1]])
         losses += torch.nn.functional.cross_entropy(before, piece[0, -len(before) :], reduction="none").tolist()
         last = logits[-1:]
-        if alone:
-            times.setdefault(first // every * every, []).append(elapsed_ms)
-            sizes[first // every * every] = measure_memory(cache).total_bytes
+        if (first + chunk) % every == 0:
+            copies[first + chunk] = copy.deepcopy(cache)
+    sizes = {position: measure_memory(held).total_bytes for position, held in copies.items()}
+    return {"strategy": strategy, "chunk": chunk, "losses": losses, "cache_bytes": sizes}, copies
+
+
+def time_steps(
+    model: PreTrainedModel, token_ids: torch.Tensor, copies: dict[int, Cache], window: int, rounds: int
+) -> Row:
+    """Times one decoded token at each position, and one reading of the window, in turns.
+
+    Args:
+        model: A causal language model.
+        token_ids: `(tokens,)`, any text.
+        copies: Caches by position; each grows by `rounds` tokens.
+        window: Tokens that a reading without cache takes.
+        rounds: Repetitions.
+
+    Returns:
+        Medians `ms_per_token` by position, and `recompute_ms`.
+    """
+    times: dict[int, list[float]] = {position: [] for position in copies}
+    readings = []
+    for turn in range(rounds):
+        for position, cache in copies.items():
+            begin = time.perf_counter()
+            model(input_ids=token_ids[None, turn : turn + 1], cache=cache)
+            times[position].append(1000 * (time.perf_counter() - begin))
+        if turn % 8 == 0:
+            begin = time.perf_counter()
+            model(input_ids=token_ids[None, :window], use_cache=False, logits_to_keep=1)
+            readings.append(1000 * (time.perf_counter() - begin))
     medians = {position: statistics.median(values) for position, values in times.items()}
-    return {"strategy": strategy, "chunk": chunk, "losses": losses, "ms_per_token": medians, "cache_bytes": sizes}
-
-
-def _pieces(total: int, chunk: int, every: int, timed: int) -> Iterator[tuple[int, int, bool]]:
-    """Yields (first token, tokens, whether they are timed)."""
-    first = 0
-    while first < total:
-        alone = first >= every and first % every < timed
-        boundary = (first // every + 1) * every
-        count = 1 if alone else min(chunk, boundary - first, total - first)
-        yield first, count, alone
-        first += count
+    return {"ms_per_token": medians, "recompute_ms": statistics.median(readings)}
 
 
 def recompute(model: PreTrainedModel, token_ids: torch.Tensor, window: int, stride: int, first: int) -> Row:
@@ -89,24 +106,16 @@ def recompute(model: PreTrainedModel, token_ids: torch.Tensor, window: int, stri
         first: First token to score.
 
     Returns:
-        `losses` per token from `first` on, and `ms_per_token`, the time of one reading.
+        `losses` per token from `first` on.
     """
-    losses, times = [], []
+    losses: list[float] = []
     for start in range(first, len(token_ids), stride):
         end = min(start + stride, len(token_ids))
         piece = token_ids[None, end - window : end]
-        begin = time.perf_counter()
-        logits = model(input_ids=piece, use_cache=False).logits[0].float()
-        times.append(1000 * (time.perf_counter() - begin))
+        logits = model(input_ids=piece, use_cache=False, logits_to_keep=end - start + 1).logits[0].float()
         scored = logits[-(end - start) - 1 : -1]
         losses += torch.nn.functional.cross_entropy(scored, token_ids[start:end], reduction="none").tolist()
-    return {
-        "strategy": f"recompute:{window}",
-        "stride": stride,
-        "first": first,
-        "losses": losses,
-        "ms_per_token": {first: statistics.median(times)},
-    }
+    return {"strategy": f"recompute:{window}", "stride": stride, "first": first, "losses": losses}
 
 
 def summarize(rows: Sequence[Row], last_tokens: int) -> list[Row]:
@@ -114,15 +123,16 @@ def summarize(rows: Sequence[Row], last_tokens: int) -> list[Row]:
     figures = []
     for row in rows:
         tail = row["losses"][-last_tokens:]
-        times, sizes = list(row["ms_per_token"].values()), list(row.get("cache_bytes", {}).values())
+        times = {place: round(value, 1) for place, value in row.get("ms_per_token", {}).items()}
         figures.append(
             {
                 "strategy": row["strategy"],
                 "perplexity": math.exp(statistics.fmean(tail)),
                 "tokens": len(tail),
                 "finite": all(map(math.isfinite, row["losses"])),
-                "ms_per_token": [round(value, 1) for value in times],
-                "cache_bytes": sorted(set(sizes)),
+                "ms_per_token": times,
+                "recompute_ms": row.get("recompute_ms"),
+                "cache_bytes": sorted(set(row.get("cache_bytes", {}).values())),
             }
         )
     return figures
@@ -166,9 +176,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--strategies", nargs="*", default=STRATEGIES)
     parser.add_argument("--chunk", type=int, default=64)
     parser.add_argument("--every", type=int, default=2048)
-    parser.add_argument("--timed", type=int, default=24)
+    parser.add_argument("--rounds", type=int, default=24, help="tokens timed at each length; 0 for none")
     parser.add_argument("--last", type=int, default=8192, help="tokens whose perplexity is reported")
-    parser.add_argument("--window", type=int, default=1024, help="tokens that the yardstick reads anew; 0 for none")
+    parser.add_argument("--window", type=int, default=1024, help="tokens that the yardstick reads anew")
+    parser.add_argument("--recompute", action="store_true", help="also score by the yardstick; takes longest")
     parser.add_argument("--stride", type=int, default=64)
     parser.add_argument("--out", type=Path, help="JSON lines, appended")
     parser.add_argument("--plot", type=Path, help="draw this file instead of measuring")
@@ -193,8 +204,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _measure(model: PreTrainedModel, token_ids: torch.Tensor, options: argparse.Namespace) -> Iterator[Row]:
     for strategy in options.strategies:
-        yield stream(model, token_ids, strategy, options.chunk, options.every, options.timed)
-    if options.window:
+        row, copies = stream(model, token_ids, strategy, options.chunk, options.every)
+        if options.rounds:
+            row |= time_steps(model, token_ids, copies, options.window, options.rounds)
+        yield row
+    if options.recompute:
         yield recompute(model, token_ids, options.window, options.stride, len(token_ids) - options.last)
 
 
