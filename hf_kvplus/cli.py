@@ -45,7 +45,7 @@ def build_app() -> typer.Typer:
     """
     import typer
 
-    from hf_kvplus import commands
+    from hf_kvplus import commands, memory_commands
 
     app = typer.Typer(
         name="kvplus",
@@ -54,7 +54,8 @@ def build_app() -> typer.Typer:
         add_completion=False,
         pretty_exceptions_enable=False,
     )
-    for command in (commands.generate, commands.strategies, commands.doctor):
+    own = (commands.generate, memory_commands.memory, memory_commands.report, commands.strategies, commands.doctor)
+    for command in own:
         app.command(command.__name__)(tell_errors(command))
     for entry in importlib.metadata.entry_points(group=COMMAND_GROUP):
         app.command(entry.name)(tell_errors(entry.load()))

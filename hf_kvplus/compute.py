@@ -12,6 +12,7 @@ Left out: communication between devices, sampling, and what kernels waste.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from transformers import PretrainedConfig
@@ -116,18 +117,22 @@ def attention_flops(config: PretrainedConfig, context_tokens: int) -> int:
         Scores and outputs; of latent attention as if it read the latents as they are.
     """
     require_at_least("context_tokens", context_tokens, 1)
-    decoder = text_config(config)
+    _, options = layer_types_and_options(text_config(config))
+    return _attention_flops(
+        config, [min(context_tokens, one.get("sliding_window") or context_tokens) for one in options]
+    )
+
+
+def _attention_flops(config: PretrainedConfig, visible_tokens: Sequence[int]) -> int:
+    """Returns the operations of one query's attention, told how many tokens it sees in each layer."""
     layers = profile_model(config).layers
-    configs = layer_configs(decoder)
+    configs = layer_configs(text_config(config))
     configs = configs * len(layers) if len(configs) == 1 else configs
-    _, options = layer_types_and_options(decoder)
     total = 0
-    for index, states in enumerate(layers):
-        if states.keys is None or states.values is None:
-            continue
-        heads = getattr(configs[index], "num_attention_heads", None) or states.keys.shape[0]
-        seen = min(context_tokens, options[index].get("sliding_window") or context_tokens)
-        total += 2 * heads * (states.keys.shape[1] + states.values.shape[1]) * seen
+    for layer_config, states, tokens in zip(configs, layers, visible_tokens, strict=True):
+        if states.keys is not None and states.values is not None:
+            heads = getattr(layer_config, "num_attention_heads", None) or states.keys.shape[0]
+            total += 2 * heads * (states.keys.shape[1] + states.values.shape[1]) * tokens
     return total
 
 
@@ -163,6 +168,7 @@ def decode_cost(config: PretrainedConfig, estimate: MemoryEstimate, device: Devi
         The cost of one step for all rows of the batch.
     """
     active = profile_model(config).active_parameters
-    per_row = 2 * active + attention_flops(config, estimate.seq_len)
+    visible = [layer.visible_tokens for layer in estimate.layers[: estimate.decoder_layers]]
+    per_row = 2 * active + _attention_flops(config, visible)
     weight_bytes = active * estimate.dtype.itemsize
     return DecodeCost(estimate.batch_size * per_row, weight_bytes, estimate.cache_bytes, device)

@@ -44,11 +44,13 @@ class LayerEstimate:
         kind: What the layer stores, as the plan of a cache would say it.
         total_bytes: Everything it holds.
         dense_bytes: Its keys and values of all visible tokens at full precision, which attention needs at once.
+        visible_tokens: Tokens that a query sees.
     """
 
     kind: str
     total_bytes: int
     dense_bytes: int
+    visible_tokens: int
 
 
 @dataclass(frozen=True)
@@ -263,7 +265,7 @@ def _estimate_layer(layer: Any, states: LayerStates, fill: _Filling) -> LayerEst
     fixed = sum(fill.bytes(state) for state in states.fixed)
     indexer = fill.bytes(states.indexer, fill.seq_len) if states.indexer else 0
     if states.keys is None or states.values is None:
-        return LayerEstimate(_kind(layer, states), fixed + indexer, 0)
+        return LayerEstimate(_kind(layer, states), fixed + indexer, 0, 0)
     visible = _visible_tokens(layer, fill.seq_len)
     dense = sum(fill.states(part, visible).nbytes for part in (states.keys, states.values))
     if layer is None:
@@ -272,7 +274,7 @@ def _estimate_layer(layer: Any, states: LayerStates, fill: _Filling) -> LayerEst
         held = _sampled_bytes(layer, states, fill)
     else:
         held = _filled_bytes(layer, states, fill)
-    return LayerEstimate(_kind(layer, states), held + fixed + indexer, dense)
+    return LayerEstimate(_kind(layer, states), held + fixed + indexer, dense, visible)
 
 
 def _kind(layer: Any, states: LayerStates) -> str:

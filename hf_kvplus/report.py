@@ -31,7 +31,7 @@ def write_report(rows: Sequence[Row], folder: Path) -> Path:
     Raises:
         ValueError: If there are no rows, or they belong to different evaluations.
     """
-    _require_comparable(rows)
+    require_comparable(rows)
     good = [row for row in rows if row["status"] == "ok"]
     parts = [_head(rows[0])]
     if good:
@@ -51,7 +51,7 @@ def markdown_table(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
     return "\n".join(lines + [f"| {' | '.join(cells)} |" for cells in body])
 
 
-def _require_comparable(rows: Sequence[Row]) -> None:
+def require_comparable(rows: Sequence[Row]) -> None:
     """Checks that rows can stand in one table."""
     if not rows:
         raise ValueError("a report needs at least one row")

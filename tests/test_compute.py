@@ -57,6 +57,8 @@ def test_roofline_takes_the_slower_of_reading_and_computing():
     assert reading.floor_ms == pytest.approx(reading.bytes_read / 1e3)
     assert computing.floor_ms == pytest.approx(computing.flops / 1e3)
     assert reading.cache_bytes == estimate.cache_bytes
+    window = decode_cost(config, estimate_memory(config, 1000, strategy="window:96"), slow_memory)
+    assert reading.flops - window.flops == 2 * 2 * 4 * 32 * (1000 - 100)
 
 
 def test_devices():
