@@ -11,6 +11,7 @@ from hf_kvplus.caches import KVPlusCache, QuantizedCache, SlidingWindowCache
 from hf_kvplus.encoder_decoder import KVPlusEncoderDecoderCache
 from hf_kvplus.estimate import MemoryEstimate, estimate_memory
 from hf_kvplus.fingerprint import ModelFingerprint, fingerprint_model
+from hf_kvplus.live import MemoryRecorder
 from hf_kvplus.memory import MemoryBreakdown, measure_memory
 from hf_kvplus.recipes import Quantization
 from hf_kvplus.recommend import Recommendation, recommend
@@ -26,6 +27,7 @@ __all__ = [
     "KVPlusEncoderDecoderCache",
     "MemoryBreakdown",
     "MemoryEstimate",
+    "MemoryRecorder",
     "ModelFingerprint",
     "PrefixCache",
     "Quantization",

@@ -7,6 +7,7 @@ import importlib.util
 import os
 import platform
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import torch
@@ -15,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import TextStreamer
 
-from hf_kvplus import available_strategies, build_cache, measure_memory
+from hf_kvplus import available_strategies, build_cache, estimate_memory, measure_memory
 from hf_kvplus.compat import cache_keyword, layer_types_and_options
 from hf_kvplus.loading import ALIASES, load_config, load_model
 from hf_kvplus.strategies.build import find_strategy
@@ -67,6 +68,8 @@ def generate(
     strategy: Annotated[str, typer.Option(help="Cache strategy; see `kvplus strategies`.")] = "int4",
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate at most.")] = 128,
     chat: Annotated[bool, typer.Option(help="Put the prompt into the model's chat template.")] = False,
+    watch: Annotated[bool, typer.Option(help="Show the cache's bytes while it grows.")] = False,
+    memory_plot: Annotated[Path | None, typer.Option(help="Draw the cache's bytes into this PNG or SVG file.")] = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
 ) -> None:
@@ -153,6 +156,11 @@ def full_cache_bytes(config: PreTrainedConfig, tokens: int, bytes_per_element: i
     head_dim = getattr(text_config, "head_dim", None) or text_config.hidden_size // heads
     kv_heads = getattr(text_config, "num_key_value_heads", None) or heads
     return 2 * kept_tokens * kv_heads * head_dim * bytes_per_element
+
+
+def _full_bytes(model: PreTrainedModel, tokens: int) -> int:
+    """Returns the bytes of transformers' own cache after so many tokens of a model."""
+    return estimate_memory(model.config, tokens, dtype=model.dtype).cache_bytes
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, prompt: str, *, chat: bool) -> torch.Tensor:
