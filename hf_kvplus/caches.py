@@ -164,6 +164,21 @@ class KVPlusCache(Cache):
         self.last_updated = layer_idx
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forgets the newest tokens in every layer, or in none.
+
+        Args:
+            tokens_to_remove: Minus the number of tokens; 0 removes none.
+
+        Raises:
+            ValueError: If positive, or more than were seen.
+            RuntimeError: If a layer no longer has what it would have to go back to.
+        """
+        for layer in self.layers:
+            if isinstance(layer, (KVLayer, RecurrentLayer)):
+                layer.check_crop(tokens_to_remove)
+        super().crop(tokens_to_remove)
+
     def reset(self) -> None:
         """Forgets everything and gives the memory back; the next prompt may have another batch size."""
         self.last_updated = None

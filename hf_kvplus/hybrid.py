@@ -43,6 +43,31 @@ class RecurrentLayer(LinearAttentionLayer):
         if torch.is_grad_enabled() and states[state_idx] is not None:
             states[state_idx] = torch.empty_like(states[state_idx]).copy_(states[state_idx])
 
+    def check_crop(self, tokens_to_remove: int) -> None:
+        """Refuses a `crop` that this layer can't do.
+
+        Raises:
+            RuntimeError: If a recurrent state has taken the tokens in.
+        """
+        if tokens_to_remove and any(self.is_recurrent_states_initialized.values()):
+            raise RuntimeError(
+                "a recurrent state holds all tokens at once, so the last ones can't be cropped; keep a copy of the "
+                "cache from before them"
+            )
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forgets the newest tokens, if only a convolution has seen them.
+
+        Args:
+            tokens_to_remove: Minus the number of tokens; 0 removes none.
+
+        Raises:
+            RuntimeError: If a recurrent state has taken the tokens in, or inputs weren't kept for this.
+        """
+        self.check_crop(tokens_to_remove)
+        if (tokens_to_remove or self.record_past) and self._rows() is not None:
+            LinearAttentionLayer.crop(self, tokens_to_remove)
+
     def describe(self) -> str:
         """Returns what this layer does with its states, in a few words."""
         return "recurrent state as it is"
@@ -101,9 +126,14 @@ class HybridKVLayer(RecurrentLayer, KVLayer):
         else:
             LinearAttentionLayer.lazy_initialization(self, **recurrent)
 
+    def check_crop(self, tokens_to_remove: int) -> None:
+        """Refuses a `crop` that the recurrent state or the keys and values can't do."""
+        RecurrentLayer.check_crop(self, tokens_to_remove)
+        KVLayer.check_crop(self, tokens_to_remove)
+
     def crop(self, tokens_to_remove: int) -> None:
         """Forgets the newest tokens, where the recurrent state allows it; see `KVLayer.crop`."""
-        LinearAttentionLayer.crop(self, tokens_to_remove)
+        RecurrentLayer.crop(self, tokens_to_remove)
         KVLayer.crop(self, tokens_to_remove)
 
     def reset(self) -> None:

@@ -167,7 +167,7 @@ class KVLayer(CacheLayerMixin):
         return states["keys"][:, :, visible - first :], states["values"][:, :, visible - first :]
 
     def _hand_over(self, new: States, visible: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Stores new states and returns stand-ins: the attention function reads this layer, then calls `finish_update`."""
+        """Stores new states and returns stand-ins; whoever reads this layer for them calls `finish_update` then."""
         self.recent.append({name: tensor.detach() for name, tensor in new.items()})
         self.cumulative_length += new["keys"].shape[2]
         length = self.cumulative_length - visible
@@ -332,13 +332,8 @@ class KVLayer(CacheLayerMixin):
         """Keeps tokens that have left a window until the next `crop`, so that it can bring them back."""
         self.record_past = True
 
-    def crop(self, tokens_to_remove: int) -> None:
-        """Forgets the newest tokens.
-
-        A cut inside a packed block moves what remains of that block, as decoded, into the recent buffer.
-
-        Args:
-            tokens_to_remove: Minus the number of tokens; 0 removes none (a window drops what it no longer needs).
+    def check_crop(self, tokens_to_remove: int) -> None:
+        """Refuses a `crop` that this layer can't do, so that a cache can ask all its layers before it cuts any.
 
         Raises:
             ValueError: If positive (the meaning before transformers 5.17), or more than were seen.
@@ -358,6 +353,23 @@ class KVLayer(CacheLayerMixin):
                 f"cropping to {length} tokens needs token {self.policy.first_visible(length)}, which has left the "
                 "window; call `activate_past_recording()` before the tokens that are to be removed"
             )
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forgets the newest tokens.
+
+        A cut inside a packed block moves what remains of that block, as decoded, into the recent buffer.
+
+        Args:
+            tokens_to_remove: Minus the number of tokens; 0 removes none (a window drops what it no longer needs).
+
+        Raises:
+            ValueError: If positive (the meaning before transformers 5.17), or more than were seen.
+            RuntimeError: If a window has already dropped tokens that would become visible again.
+        """
+        self.check_crop(tokens_to_remove)
+        if not self.is_initialized:
+            return
+        length = self.cumulative_length + tokens_to_remove
         if length >= self.packed_tokens:
             self.recent.drop_back(-tokens_to_remove)
         else:
