@@ -32,7 +32,7 @@ ORDER = ["registry", "checks", "policies", "codecs", "stores", "recipes", "layer
 
 def test_importing_starts_nothing_and_needs_no_extra():
     program = (
-        "import sys, torch, transformers.cache_utils as utils\n"
+        "import sys, torch, transformers.generation, transformers.modeling_utils, transformers.cache_utils as utils\n"
         "before, types = set(sys.modules), dict(utils.DYNAMIC_LAYER_TYPE_MAPPING)\n"
         "import hf_kvplus\n"
         f"extras = [name for name in {EXTRAS} if name in set(sys.modules) - before]\n"
