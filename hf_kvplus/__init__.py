@@ -6,6 +6,7 @@ Importing this package starts no accelerator, patches nothing and needs torch an
 from hf_kvplus import compat as _compat  # noqa: F401, before all else: it checks the versions
 
 # isort: split
+from hf_kvplus.attention import use_fused_attention
 from hf_kvplus.cachefile import CacheFileError
 from hf_kvplus.caches import KVPlusCache, QuantizedCache, SlidingWindowCache
 from hf_kvplus.encoder_decoder import KVPlusEncoderDecoderCache
@@ -45,4 +46,5 @@ __all__ = [
     "recommend",
     "reuse_prefix",
     "save_cache",
+    "use_fused_attention",
 ]

@@ -67,9 +67,7 @@ def heads_per_group(layer: KVLayer, query: torch.Tensor) -> int:
     """
     kv_heads = layer.shapes["keys"][0]
     if query.shape[1] % kv_heads:
-        raise ValueError(
-            f"`query` must have a multiple of {kv_heads} heads, as many as the cache holds, got {query.shape[1]}"
-        )
+        raise ValueError(f"`query` must have a multiple of the cache's {kv_heads} heads, got {query.shape[1]}")
     return query.shape[1] // kv_heads
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import math
 import threading
+from functools import cache
 from typing import Any
 
 import torch
@@ -18,12 +19,16 @@ from hf_kvplus.attention.base import Scoring, heads_per_group
 from hf_kvplus.attention.threads import find_runner
 from hf_kvplus.codecs import Codec
 from hf_kvplus.codecs.affine import PER_CHANNEL, PER_TOKEN, AffineCodec
+from hf_kvplus.codecs.dual_scale import DualScaleCodec
 from hf_kvplus.codecs.identity import IdentityCodec
+from hf_kvplus.codecs.levels import UNIFORM
 from hf_kvplus.layer import KVLayer
 
 DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 MOST_ROWS = 8
 SHARES_PER_THREAD = 4
+# Fields of a payload in the order of the kernel's slots; a codec has at most one of each line.
+FIELDS = (("codes", "states"), ("scale", "channel_scale"), ("zero_point", "token_scale"), ("mean",), ("mean_scale",))
 
 
 def import_kernel() -> Any:
@@ -74,8 +79,9 @@ class CPUKernel:
             if channels % lanes:
                 return f"the CPU kernel needs head sizes that are a multiple of {lanes}, got {channels}"
         for name, codec in layer.codecs.items():
-            if self._form(codec, name, layer.shapes[name][1]) is None:
-                return f"the CPU kernel doesn't read {name} in {codec.describe()} with a head size of {layer.shapes[name][1]}"
+            channels = layer.shapes[name][1]
+            if self._form(codec, name, channels) is None:
+                return f"the CPU kernel doesn't read {name} in {codec.describe()} with a head size of {channels}"
         return None
 
     def _form(self, codec: Codec | None, name: str, channels: int) -> Any:
@@ -87,10 +93,23 @@ class CPUKernel:
             return None
         if isinstance(codec, IdentityCodec):
             return form()
-        if isinstance(codec, AffineCodec) and codec.axis == (PER_CHANNEL if name == "keys" else PER_TOKEN):
+        axis = PER_CHANNEL if name == "keys" else PER_TOKEN
+        if isinstance(codec, DualScaleCodec) and codec.axis == axis:
+            if codec.nbits > 4 and codec.levels != UNIFORM:
+                return None
+            return form(
+                kind="dual",
+                nbits=codec.nbits,
+                token_scale=codec.iterations > 0,
+                mean=codec.centered,
+                rotated=codec.rotation(channels) is not None,
+            )
+        if isinstance(codec, AffineCodec) and codec.axis == axis:
             group = codec.group_length(channels)
             line = codec.block_tokens if name == "keys" else channels
-            return form(nbits=codec.nbits, groups=line // group) if group % lanes == 0 else None
+            # Groups of tokens are whole vectors; those of channels needn't be.
+            fits = group % lanes == 0 or name == "values"
+            return form(kind="affine", nbits=codec.nbits, groups=line // group) if fits else None
         return None
 
     def attend(
@@ -174,11 +193,22 @@ class CPUKernel:
             self._set_tensor(slots.SINK_KEYS, layer.sinks.get("keys"))
             self._set_tensor(slots.SINK_VALUES, layer.sinks.get("values"))
         if layer.packed_blocks:
-            for name, first in (("keys", slots.KEY_CODES), ("values", slots.VALUE_CODES)):
-                payload = layer.packed[name]
-                fields = ("states",) if "states" in payload.names else ("codes", "scale", "zero_point")
-                for index, field in enumerate(fields):
-                    self._set_tensor(first + 3 * index, payload.get(field))
+            self._set_packed(layer, "keys", slots.KEY_CODES, slots.KEY_ROTATION)
+            self._set_packed(layer, "values", slots.VALUE_CODES, slots.VALUE_ROTATION)
+
+    def _set_packed(self, layer: KVLayer, name: str, first: int, rotation: int) -> None:
+        """Writes the arguments of packed keys or values, whose slots begin at `first`."""
+        store, a = layer.packed[name], self.workspace.arguments
+        names = store.names
+        for index, choices in enumerate(FIELDS):
+            for field in choices:
+                if field in names:
+                    self._set_tensor(first + 3 * index, store.get(field))
+        if isinstance(store.codec, DualScaleCodec):
+            a[first + 3 * len(FIELDS)] = _padded_levels(store.codec).data_ptr()
+            a[slots.OCTAVE] = _octave().data_ptr()
+            matrix = store.codec.rotation(layer.shapes[name][1])
+            a[rotation] = 0 if matrix is None else matrix.data_ptr()
 
     def _set_tensor(self, slot: int, tensor: torch.Tensor) -> None:
         """Writes a tensor's address and its strides over batch rows and heads."""
@@ -200,3 +230,18 @@ def _pass_rows(rows: int, queries: int) -> int:
 def _float_bits(number: float) -> int:
     """Returns a float32 as the lower half of a 64-bit integer."""
     return ctypes.c_int32.from_buffer(ctypes.c_float(number)).value & 0xFFFFFFFF
+
+
+@cache
+def _padded_levels(codec: DualScaleCodec) -> torch.Tensor:
+    """Returns 16 float32 numbers, what codes of up to 4 bits stand for; zeros behind, or for wider codes."""
+    levels = torch.zeros(16)
+    if codec.nbits <= 4:
+        levels[: 2**codec.nbits] = codec.level_table()
+    return levels
+
+
+@cache
+def _octave() -> torch.Tensor:
+    """Returns the powers of two from 0 to 7 eighths, twice, as 16 float32 numbers."""
+    return torch.exp2(torch.arange(16, dtype=torch.float64).remainder(8) / 8).float()

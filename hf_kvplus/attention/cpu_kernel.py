@@ -6,9 +6,9 @@ up. Nothing is allocated: a task works in a few KiB on its thread's stack.
 
     tile -> scores (rows, tokens) -> online softmax -> output (rows, channels)
 
-Source: Flash-Decoding, https://crfm.stanford.edu/2023/10/12/flashdecoding.html, for shares of the sequence; FlashAttention,
-https://arxiv.org/abs/2205.14135, for the online softmax. What differs: scales go into the query and the probabilities,
-so that a code is only converted and multiplied; it is unpacked once for all queries of a head.
+Source: Flash-Decoding, https://crfm.stanford.edu/2023/10/12/flashdecoding.html, for shares of the sequence;
+FlashAttention, https://arxiv.org/abs/2205.14135, for the online softmax. What differs: scales go into the query and
+the probabilities, so that a code is only converted and multiplied; it is unpacked once for all queries of a head.
 
 Left out: integer dot products. Queries of 8 bits would lose more than int4 keys do, and conversion isn't the limit.
 """
@@ -33,11 +33,14 @@ from hf_kvplus.attention.inner_loops import (
     count_up,
     dense_output,
     dense_scores,
+    dual_output,
+    dual_scores,
     exponentiate,
     fill,
     hide,
     lane_sum,
     largest,
+    locate,
     packed_output,
     packed_scores,
     read_float,
@@ -45,7 +48,6 @@ from hf_kvplus.attention.inner_loops import (
     read_states,
     rotate,
     scale,
-    scale_tokens,
     scratch,
     write_float,
     write_long,
@@ -64,16 +66,24 @@ class PackedForm:
     """How the kernel reads packed blocks of keys or of values.
 
     Args:
-        nbits: Bits per code; 0 for blocks that hold states as they are.
-        groups: Groups of a line that have scales of their own.
-        has_factors: Whether a second scale is there: per token for keys, per channel of a block for values.
+        kind: `"states"` for blocks that hold states as they are, `"affine"`, or `"dual"` for the dual-scale codec.
+        nbits: Bits per code.
+        groups: Of the affine codec, groups of a line that have scales of their own.
+        token_scale: Whether each token has a scale (dual).
+        mean: Whether each channel has a mean (dual).
         rotated: Whether channels were mixed by a matrix before.
     """
 
-    nbits: int = 0
+    kind: str = "states"
+    nbits: int = 16
     groups: int = 1
-    has_factors: bool = False
+    token_scale: bool = False
+    mean: bool = False
     rotated: bool = False
+
+    def block_bytes(self, channels: int, tokens: int, state_bytes: int) -> int:
+        """Returns the bytes from one block's codes or states to the next's."""
+        return channels * tokens * (8 * state_bytes if self.kind == "states" else self.nbits) // 8
 
 
 @dataclass(frozen=True)
@@ -105,39 +115,28 @@ def compile_kernel(form: KernelForm) -> Any:
 
     The first call for a form on a machine compiles it, which takes seconds; later ones read it from Numba's cache.
     """
-    return _build(
-        form.rows,
-        form.key_channels,
-        form.value_channels,
-        form.tokens,
-        form.dtype,
-        *(form.keys.nbits, form.keys.groups, form.keys.has_factors, form.keys.rotated),
-        *(form.values.nbits, form.values.groups, form.values.has_factors, form.values.rotated),
-        SOURCES,
-    )
+    return _build(form, SOURCES)
 
 
-def _build(
-    rows: int,
-    key_channels: int,
-    value_channels: int,
-    tokens: int,
-    dtype: str,
-    key_nbits: int,
-    key_groups: int,
-    key_factors: bool,
-    key_rotated: bool,
-    value_nbits: int,
-    value_groups: int,
-    value_factors: bool,
-    value_rotated: bool,
-    sources: int,
-) -> Any:
-    """Compiles the kernel. Numba's cache tells kernels apart by these constants, `sources` among them."""
+def _build(form: KernelForm, sources: int) -> Any:
+    """Compiles the kernel.
+
+    Numba's cache tells kernels apart by the numbers and strings that the inner function takes from here, so they are
+    taken out of `form` one by one.
+    """
+    rows, tokens, dtype = form.rows, form.tokens, form.dtype
+    key_channels, value_channels = form.key_channels, form.value_channels
     state_bytes = STATE_BYTES[dtype]
     key_line, value_line = key_channels * state_bytes, value_channels * state_bytes
-    key_bytes = key_channels * tokens * key_nbits // 8 if key_nbits else tokens * key_line
-    value_bytes = value_channels * tokens * value_nbits // 8 if value_nbits else tokens * value_line
+    key_bytes = form.keys.block_bytes(key_channels, tokens, state_bytes)
+    value_bytes = form.values.block_bytes(value_channels, tokens, state_bytes)
+    key_affine, key_dual = int(form.keys.kind == "affine"), int(form.keys.kind == "dual")
+    key_nbits, key_groups, key_rotated = form.keys.nbits, form.keys.groups, int(form.keys.rotated)
+    key_tokens, key_mean = int(form.keys.token_scale), int(form.keys.mean)
+    value_affine, value_dual = int(form.values.kind == "affine"), int(form.values.kind == "dual")
+    value_nbits, value_groups, value_rotated = form.values.nbits, form.values.groups, int(form.values.rotated)
+    value_tokens, value_mean = int(form.values.token_scale), int(form.values.mean)
+    key_scales, value_scales = 2 * key_channels * key_groups, 2 * tokens * value_groups
     # Scratch, from its end: every part is a multiple of a vector long.
     sizes = {
         "query": rows * key_channels,
@@ -162,21 +161,20 @@ def _build(
     # Without a rotation both kinds of values are added up in one place.
     packed_at = packed_at if value_rotated else output_at
     rotated_at = rotated_at if key_rotated else query_at
-    both_outputs = (2 if value_rotated else 1) * rows * value_channels
-    tile_scores, key_factors, value_factors = rows * tokens, int(key_factors), int(value_factors)
+    tile_scores = rows * tokens
     cleared = 2 * rows * value_channels + rows * LANES
 
     @cfunc(types.void(types.CPointer(types.int64)), cache=True, error_model="numpy")
     def kernel(a: Any) -> None:
         _ = sources  # part of the key of Numba's cache, as all names from outside that are used here
-        base = scratch(size)
+        base, me = scratch(size), a[slots.SELF]
         queries, per_head, shares = a[slots.QUERIES], a[slots.QUERIES_PER_HEAD], a[slots.SHARES]
         all_rows, padded_rows = queries * per_head, a[slots.ROW_CHUNKS] * rows
         tiles = a[slots.PACKED_TILES] + a[slots.RECENT_TILES] + a[slots.SINK_TILES]
-        softcap = read_float(a[slots.SELF] + 8 * slots.SOFTCAP)
+        softcap = read_float(me + 8 * slots.SOFTCAP)
         one = np.float32(1)
         while True:
-            task = count_up(a[slots.SELF] + 8 * slots.NEXT_TASK)
+            task = count_up(me + 8 * slots.NEXT_TASK)
             if task >= a[slots.TASKS]:
                 return
             share, pair = task % shares, task // shares
@@ -191,7 +189,7 @@ def _build(
                         i, j = (first_row + row) // per_head, (first_row + row) % per_head
                         source = a[slots.QUERY] + batch * a[slots.QUERY_B] + i * a[slots.QUERY_Q]
                         source += (head * per_head + j) * a[slots.QUERY_H]
-                        scaling = read_float(a[slots.SELF] + 8 * slots.SCALING)
+                        scaling = read_float(me + 8 * slots.SCALING)
                         read_states(source, target, scaling, key_channels, dtype)
                     else:
                         fill(target, np.float32(0), key_channels)
@@ -199,49 +197,48 @@ def _build(
                     rotate(base + query_at, a[slots.KEY_ROTATION], base + rotated_at, key_channels, rows)
                 for tile in range(tiles * share // shares, tiles * (share + 1) // shares):
                     # Scores
-                    block, limit = np.int64(-1), a[slots.TOTAL]
+                    block, start = np.int64(-1), np.int64(0)
                     gap_first, gap_last = np.int64(0), np.int64(0)
+                    limit, count = a[slots.TOTAL], np.int64(tokens)
                     recent = tile - a[slots.PACKED_TILES]
-                    count = np.int64(tokens)
-                    keys_at, values_at = np.int64(0), np.int64(0)
                     if recent < 0:
                         block = tile + a[slots.FIRST_TILE]
                         column = a[slots.FIRST_STORED] + block * tokens
                         gap_first = padding - column
                         gap_last = gap_first + a[slots.SINK_TOKENS]
-                        codes = a[slots.KEY_CODES] + batch * a[slots.KEY_CODES_B] + head * a[slots.KEY_CODES_H]
-                        keys_at = codes + block * key_bytes
-                        codes = a[slots.VALUE_CODES] + batch * a[slots.VALUE_CODES_B] + head * a[slots.VALUE_CODES_H]
-                        values_at = codes + block * value_bytes
+                        keys_at = locate(me, slots.KEY_CODES, batch, head, block, key_bytes)
+                        values_at = locate(me, slots.VALUE_CODES, batch, head, block, value_bytes)
                     elif recent < a[slots.RECENT_TILES]:
                         start = recent * tokens
                         column, count = a[slots.PACKED_TOKENS] + start, min(count, a[slots.RECENT_TOKENS] - start)
-                        keys_at = a[slots.RECENT_KEYS] + batch * a[slots.RECENT_KEYS_B] + start * key_line
-                        keys_at += head * a[slots.RECENT_KEYS_H]
-                        values_at = a[slots.RECENT_VALUES] + batch * a[slots.RECENT_VALUES_B] + start * value_line
-                        values_at += head * a[slots.RECENT_VALUES_H]
+                        keys_at = locate(me, slots.RECENT_KEYS, batch, head, start, key_line)
+                        values_at = locate(me, slots.RECENT_VALUES, batch, head, start, value_line)
                     else:
                         start = (recent - a[slots.RECENT_TILES]) * tokens
                         column, count = padding + start, min(count, a[slots.SINK_TOKENS] - start)
                         limit = a[slots.PACKED_TOKENS]
-                        keys_at = a[slots.SINK_KEYS] + batch * a[slots.SINK_KEYS_B] + start * key_line
-                        keys_at += head * a[slots.SINK_KEYS_H]
-                        values_at = a[slots.SINK_VALUES] + batch * a[slots.SINK_VALUES_B] + start * value_line
-                        values_at += head * a[slots.SINK_VALUES_H]
+                        keys_at = locate(me, slots.SINK_KEYS, batch, head, start, key_line)
+                        values_at = locate(me, slots.SINK_VALUES, batch, head, start, value_line)
                     scores = base + scores_at
-                    if key_nbits and block >= 0:
-                        lines = block * key_channels * key_groups * 2
-                        scales = (
-                            a[slots.KEY_SCALE] + batch * a[slots.KEY_SCALE_B] + head * a[slots.KEY_SCALE_H] + lines
-                        )
-                        zeros = a[slots.KEY_ZERO] + batch * a[slots.KEY_ZERO_B] + head * a[slots.KEY_ZERO_H] + lines
+                    if key_affine and block >= 0:
                         packed_scores(
-                            keys_at, scales, zeros, base + rotated_at, base + folded_query_at, base + bias_at, scores,
+                            keys_at,
+                            locate(me, slots.KEY_SCALE, batch, head, block, key_scales),
+                            locate(me, slots.KEY_ZERO, batch, head, block, key_scales),
+                            base + rotated_at, base + folded_query_at, base + bias_at, scores,
                             key_nbits, key_channels, tokens, rows, key_groups,
                         )  # fmt: skip
-                        if key_factors:
-                            factors = a[slots.KEY_FACTOR] + batch * a[slots.KEY_FACTOR_B] + block * tokens * 2
-                            scale_tokens(factors + head * a[slots.KEY_FACTOR_H], scores, tokens, rows)
+                    elif key_dual and block >= 0:
+                        dual_scores(
+                            keys_at,
+                            locate(me, slots.KEY_SCALE, batch, head, block, key_channels),
+                            locate(me, slots.KEY_ZERO, batch, head, block, tokens),
+                            locate(me, slots.KEY_MEAN, batch, head, block, key_channels),
+                            locate(me, slots.KEY_MEAN_SCALE, batch, head, block, 1),
+                            a[slots.KEY_LEVELS], a[slots.OCTAVE],
+                            base + rotated_at, base + folded_query_at, base + bias_at, scores,
+                            key_nbits, key_channels, tokens, rows, key_tokens, key_mean,
+                        )  # fmt: skip
                     else:
                         source = base + (rotated_at if block >= 0 else query_at)
                         dense_scores(keys_at, key_line, count, source, scores, key_channels, tokens, rows, dtype)
@@ -273,15 +270,24 @@ def _build(
                         shift = np.float32(0) if held == NOTHING else held
                         exponentiate(line, base + sums_at + 4 * row * LANES, shift, tokens)
                     # Output
-                    if value_nbits and block >= 0:
-                        lines = block * tokens * value_groups * 2
-                        scales = a[slots.VALUE_SCALE] + batch * a[slots.VALUE_SCALE_B] + lines
-                        zeros = a[slots.VALUE_ZERO] + batch * a[slots.VALUE_ZERO_B] + lines
-                        factors = a[slots.VALUE_FACTOR] + batch * a[slots.VALUE_FACTOR_B] + block * value_channels * 2
+                    if value_affine and block >= 0:
                         packed_output(
-                            values_at, scales + head * a[slots.VALUE_SCALE_H], zeros + head * a[slots.VALUE_ZERO_H],
-                            factors + head * a[slots.VALUE_FACTOR_H], scores, base + folded_at, base + bias_at,
-                            base + packed_at, value_nbits, value_channels, tokens, rows, value_groups, value_factors,
+                            values_at,
+                            locate(me, slots.VALUE_SCALE, batch, head, block, value_scales),
+                            locate(me, slots.VALUE_ZERO, batch, head, block, value_scales),
+                            scores, base + folded_at, base + bias_at, base + packed_at,
+                            value_nbits, value_channels, tokens, rows, value_groups,
+                        )  # fmt: skip
+                    elif value_dual and block >= 0:
+                        dual_output(
+                            values_at,
+                            locate(me, slots.VALUE_SCALE, batch, head, block, value_channels),
+                            locate(me, slots.VALUE_ZERO, batch, head, block, tokens),
+                            locate(me, slots.VALUE_MEAN, batch, head, block, value_channels),
+                            locate(me, slots.VALUE_MEAN_SCALE, batch, head, block, 1),
+                            a[slots.VALUE_LEVELS], a[slots.OCTAVE],
+                            scores, base + folded_at, base + packed_at,
+                            value_nbits, value_channels, tokens, rows, value_tokens, value_mean,
                         )  # fmt: skip
                     else:
                         target = base + (packed_at if block >= 0 else output_at)

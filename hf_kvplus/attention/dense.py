@@ -30,7 +30,7 @@ def dense_attention(
         key: `(batch, kv_heads, kv_length, head_dim)`.
         value: `(batch, kv_heads, kv_length, value_head_dim)`.
         attention_mask: `(batch, heads or 1, queries, kv_length)`, boolean or additive.
-        **options: `scaling`, `dropout`, `is_causal`, `softcap`, `s_aux`, `output_attentions` and whatever else the model passes.
+        **options: `scaling`, `dropout`, `is_causal`, `softcap`, `s_aux`, `output_attentions` and more.
 
     Returns:
         The output, `(batch, queries, heads, value_head_dim)`, and the weights if `output_attentions`.

@@ -28,6 +28,7 @@ from hf_kvplus.attention.vectors import (
     LONG,
     Builder,
     Sums,
+    Table,
     Value,
     accumulate,
     call,
@@ -37,9 +38,12 @@ from hf_kvplus.attention.vectors import (
     lane_numbers,
     largest_lane,
     load,
-    load_codes,
     load_halves,
+    load_levels,
+    load_log_scales,
+    load_signed_bytes,
     load_states,
+    log_scales,
     maximum,
     multiply_add,
     offset,
@@ -169,6 +173,18 @@ def write_long(builder: Builder, target: Value, value: Value) -> None:
     store(builder, value, target)
 
 
+@inner_loop("arguments_at slot batch head index size", "", types.int64, inline=True)
+def locate(
+    builder: Builder, arguments: Value, slot: Value, batch: Value, head: Value, index: Value, size: Value
+) -> Value:
+    """Returns the address of entry `index`, `size` bytes each, of a tensor at `slot`, for a batch row and a head."""
+    first = offset(builder, arguments, builder.mul(slot, LONG(8)))
+    address = load(builder, first, LONG)
+    for number, place in ((batch, 8), (head, 16)):
+        address = builder.add(address, builder.mul(number, load(builder, offset(builder, first, place), LONG)))
+    return builder.add(address, builder.mul(index, size))
+
+
 @inner_loop("counter_at", "", types.int64, inline=True)
 def count_up(builder: Builder, counter: Value) -> Value:
     """Adds one to a counter that threads share; returns what it was, and makes all earlier writes visible."""
@@ -252,14 +268,17 @@ def packed_scores(
 ) -> None:
     """Writes `scores[r, t] = sum over c of query[r, c] * (codes[c, t] * scale[c, g] + zero[c, g])`; g is t's group.
 
-    Scales and zero points are half precision. `folded`, as large as `query`, and `bias`, a number per row, are scratch.
+    Scales and zero points are half precision. `folded`, as large as `query`, and `bias`, one a row, are scratch.
     """
     vectors = tokens // groups // LANES
     for group in range(groups):
         _fold_key_scales(builder, scale, zero, query, folded, bias, channels, rows, groups, group)
         for chosen in passes(vectors, rows, nbits):
             indices = [group * vectors + index for index in chosen]
-            _score_codes(builder, codes, folded, bias, scores, nbits, channels, tokens, rows, indices)
+            sums = _score_codes(builder, codes, folded, nbits, channels, tokens, rows, indices)
+            for row, i in sums:
+                total = builder.fadd(sums[row, i], read_factor(builder, offset(builder, bias, 4 * row)))
+                store(builder, total, offset(builder, scores, 4 * (row * tokens + i * LANES)))
 
 
 def _fold_key_scales(
@@ -294,15 +313,15 @@ def _score_codes(
     builder: Builder,
     codes: Value,
     folded: Value,
-    bias: Value,
-    scores: Value,
     nbits: int,
     channels: int,
     tokens: int,
     rows: int,
     indices: list[int],
-) -> None:
-    """Multiplies codes by the folded query, for the vectors of tokens at `indices`.
+    table: Table | None = None,
+    shift: float = 0.0,
+) -> Sums:
+    """Multiplies codes, or the levels they stand for, by the folded query, for the vectors of tokens at `indices`.
 
     The codes of a channel lie side by side, so a vector of tokens is unpacked once and serves every row; the scores
     stay in registers until all channels are through.
@@ -310,15 +329,83 @@ def _score_codes(
     keys = [(row, i) for row in range(rows) for i in indices]
     with accumulate(builder, channels, dict.fromkeys(keys, ZERO)) as (channel, sums):
         line = offset(builder, codes, builder.mul(channel, LONG(tokens * nbits // 8)))
-        numbers = {i: load_codes(builder, line, nbits, tokens, i) for i in indices}
+        numbers = {i: load_levels(builder, line, nbits, tokens, i, table, shift) for i in indices}
         factors = offset(builder, folded, builder.mul(channel, LONG(4)))
         for row in range(rows):
             factor = read_factor(builder, offset(builder, factors, 4 * row * channels))
             for i in indices:
                 sums[row, i] = multiply_add(builder, numbers[i], factor, sums[row, i])
-    for row, i in keys:
-        total = builder.fadd(sums[row, i], read_factor(builder, offset(builder, bias, 4 * row)))
-        store(builder, total, offset(builder, scores, 4 * (row * tokens + i * LANES)))
+    return sums
+
+
+@inner_loop(
+    "codes_at channel_scale_at token_scale_at mean_at mean_scale_at levels_at octave_at query_at folded_at bias_at "
+    "scores_at",
+    "nbits channels tokens rows has_token_scale has_mean",
+)
+def dual_scores(
+    builder: Builder,
+    codes: Value,
+    channel_scale: Value,
+    token_scale: Value,
+    mean: Value,
+    mean_scale: Value,
+    levels: Value,
+    octave: Value,
+    query: Value,
+    folded: Value,
+    bias: Value,
+    scores: Value,
+    nbits: int,
+    channels: int,
+    tokens: int,
+    rows: int,
+    has_token_scale: int,
+    has_mean: int,
+) -> None:
+    """Writes `scores[r, t] = sum over c of query[r, c] * state[t, c]` for states of the dual-scale codec.
+
+    `state[t, c] = level[codes[c, t]] * channel_scale[c] * token_scale[t] + mean[c] * mean_scale`; scales are bytes
+    with a logarithm, means signed bytes. `folded`, as large as `query`, and `bias`, a number per row, are scratch.
+    """
+    octave = Table(builder, octave)
+    with accumulate(builder, channels // LANES, dict.fromkeys(range(rows), ZERO)) as (number, sums):
+        channel = builder.mul(number, LONG(LANES))
+        scales = load_log_scales(builder, offset(builder, channel_scale, channel), octave)
+        means = load_signed_bytes(builder, offset(builder, mean, channel)) if has_mean else ZERO
+        at = builder.mul(channel, LONG(4))
+        for row in range(rows):
+            numbers = load(builder, offset(builder, offset(builder, query, at), 4 * row * channels), FLOATS)
+            target = offset(builder, offset(builder, folded, at), 4 * row * channels)
+            store(builder, builder.fmul(numbers, scales), target)
+            if has_mean:
+                sums[row] = multiply_add(builder, numbers, means, sums[row])
+    if has_mean:
+        unit = _read_log_scale(builder, mean_scale, octave)
+        for row in range(rows):
+            total = builder.fmul(splat(builder, sum_lanes(builder, sums[row])), unit)
+            store(builder, builder.extract_element(total, INT(0)), offset(builder, bias, 4 * row))
+    table, shift = _levels(builder, levels, nbits)
+    for indices in passes(tokens // LANES, rows, nbits):
+        sums = _score_codes(builder, codes, folded, nbits, channels, tokens, rows, indices, table, shift)
+        for row, i in sums:
+            total = sums[row, i]
+            if has_token_scale:
+                scales = load_log_scales(builder, offset(builder, token_scale, i * LANES), octave)
+                total = builder.fmul(total, scales)
+            if has_mean:
+                total = builder.fadd(total, read_factor(builder, offset(builder, bias, 4 * row)))
+            store(builder, total, offset(builder, scores, 4 * (row * tokens + i * LANES)))
+
+
+def _levels(builder: Builder, levels: Value, nbits: int) -> tuple[Table | None, float]:
+    """Returns the table of levels, or what is taken from a code where levels are uniform."""
+    return (Table(builder, levels), 0.0) if nbits <= 4 else (None, (2**nbits - 1) / 2)
+
+
+def _read_log_scale(builder: Builder, source: Value, octave: Table) -> Value:
+    """Reads one logarithmic scale into every lane."""
+    return log_scales(builder, splat(builder, builder.zext(load(builder, source, BYTE), INT)), octave)
 
 
 @inner_loop("keys_at stride count query_at scores_at", "channels tokens rows dtype")
@@ -349,16 +436,6 @@ def dense_scores(
         target = offset(builder, scores, builder.mul(token, LONG(4)))
         for row in range(rows):
             store(builder, sum_lanes(builder, sums[row]), offset(builder, target, 4 * row * tokens))
-
-
-@inner_loop("factors_at scores_at", "tokens rows")
-def scale_tokens(builder: Builder, factors: Value, scores: Value, tokens: int, rows: int) -> None:
-    """Multiplies the scores of each token by its own factor, in half precision."""
-    for token in range(0, tokens, LANES):
-        numbers = load_halves(builder, offset(builder, factors, 2 * token))
-        for row in range(rows):
-            place = offset(builder, scores, 4 * (row * tokens + token))
-            store(builder, builder.fmul(load(builder, place, FLOATS), numbers), place)
 
 
 @inner_loop("scores_at float_cap", "length")
@@ -431,15 +508,13 @@ def exponentiate(builder: Builder, scores: Value, sums: Value, shift: Value, tok
 
 
 @inner_loop(
-    "codes_at scale_at zero_at factors_at probabilities_at folded_at bias_at output_at",
-    "nbits channels tokens rows groups has_factors",
+    "codes_at scale_at zero_at probabilities_at folded_at bias_at output_at", "nbits channels tokens rows groups"
 )
 def packed_output(
     builder: Builder,
     codes: Value,
     scale: Value,
     zero: Value,
-    factors: Value,
     probabilities: Value,
     folded: Value,
     bias: Value,
@@ -449,25 +524,28 @@ def packed_output(
     tokens: int,
     rows: int,
     groups: int,
-    has_factors: int,
 ) -> None:
-    """Adds `factors[c] * sum over t of probabilities[r, t] * (codes[t, c] * scale[t, g] + zero[t, g])` to `output[r, c]`.
+    """Adds the sum over t of `probabilities[r, t] * (codes[t, c] * scale[t, g] + zero[t, g])` to `output[r, c]`.
 
-    g is the group of channel c. Scales, zero points and factors are half precision; factors are 1 unless
-    `has_factors`. `folded` (groups, rows, tokens) and `bias` (groups, rows) are scratch.
+    g is the group of channel c. Scales and zero points are half precision. `folded` (groups, rows, tokens) and `bias`
+    (groups, rows) are scratch.
     """
     for group in range(groups):
         _fold_value_scales(builder, scale, zero, probabilities, folded, bias, tokens, rows, groups, group)
     for indices in passes(channels // LANES, rows, nbits):
-        sums = _sum_codes(builder, codes, folded, bias, nbits, channels, tokens, rows, groups, indices)
+        group_channels = channels // groups
+        places = {
+            (row, i): tuple((i * LANES + lane) // group_channels * rows + row for lane in range(LANES))
+            for row in range(rows)
+            for i in indices
+        }
+        # A tile's sum starts at its bias and is added to the output as a whole: codes aren't centred, and one running
+        # sum over all tiles would lose digits.
+        start = {key: _read_lanes(builder, bias, 4, lanes) for key, lanes in places.items()}
+        sums = _sum_codes(builder, codes, folded, nbits, channels, tokens, places, start)
         for row, i in sums:
             target = offset(builder, output, 4 * (row * channels + i * LANES))
-            held, total = load(builder, target, FLOATS), sums[row, i]
-            if has_factors:
-                factor = load_halves(builder, offset(builder, factors, 2 * i * LANES))
-                store(builder, multiply_add(builder, total, factor, held), target)
-            else:
-                store(builder, builder.fadd(total, held), target)
+            store(builder, builder.fadd(sums[row, i], load(builder, target, FLOATS)), target)
 
 
 def _fold_value_scales(
@@ -502,33 +580,105 @@ def _sum_codes(
     builder: Builder,
     codes: Value,
     folded: Value,
-    bias: Value,
+    nbits: int,
+    channels: int,
+    tokens: int,
+    places: dict[tuple[int, int], tuple[int, ...]],
+    start: Sums,
+    table: Table | None = None,
+    shift: float = 0.0,
+) -> Sums:
+    """Adds up codes, or the levels that they stand for, times folded probabilities.
+
+    Args:
+        builder: Where instructions go.
+        codes: `(tokens, channels)`, packed.
+        folded: Lines of `tokens` numbers.
+        nbits: Bits per code.
+        channels: Codes in a line.
+        tokens: Lines.
+        places: For each (row, vector of channels) the line of `folded` that each lane is multiplied by.
+        start: The value that each sum starts at.
+        table: What codes stand for.
+        shift: What is taken from codes, without a table.
+    """
+    indices = list(dict.fromkeys(i for _, i in places))
+    with accumulate(builder, tokens, start) as (token, sums):
+        line = offset(builder, codes, builder.mul(token, LONG(channels * nbits // 8)))
+        numbers = {i: load_levels(builder, line, nbits, channels, i, table, shift) for i in indices}
+        column = offset(builder, folded, builder.mul(token, LONG(4)))
+        read = {lanes: _read_lanes(builder, column, 4 * tokens, lanes) for lanes in dict.fromkeys(places.values())}
+        for (row, i), lanes in places.items():
+            sums[row, i] = multiply_add(builder, numbers[i], read[lanes], sums[row, i])
+    return sums
+
+
+def _read_lanes(builder: Builder, source: Value, stride: int, lanes: tuple[int, ...]) -> Value:
+    """Reads for each lane the number `stride` times its entry of `lanes` bytes behind `source`; mostly one for all."""
+    result, *others = [read_factor(builder, offset(builder, source, stride * place)) for place in dict.fromkeys(lanes)]
+    for place, other in zip(list(dict.fromkeys(lanes))[1:], others, strict=True):
+        chosen = ir.Constant(vector(ir.IntType(1)), [int(lane == place) for lane in lanes])
+        result = builder.select(chosen, other, result)
+    return result
+
+
+@inner_loop(
+    "codes_at channel_scale_at token_scale_at mean_at mean_scale_at levels_at octave_at probabilities_at folded_at "
+    "output_at",
+    "nbits channels tokens rows has_token_scale has_mean",
+)
+def dual_output(
+    builder: Builder,
+    codes: Value,
+    channel_scale: Value,
+    token_scale: Value,
+    mean: Value,
+    mean_scale: Value,
+    levels: Value,
+    octave: Value,
+    probabilities: Value,
+    folded: Value,
+    output: Value,
     nbits: int,
     channels: int,
     tokens: int,
     rows: int,
-    groups: int,
-    indices: list[int],
-) -> Sums:
-    """Adds up codes times folded probabilities, for the vectors of channels at `indices`.
+    has_token_scale: int,
+    has_mean: int,
+) -> None:
+    """Adds the sum over t of `probabilities[r, t] * state[t, c]` to `output[r, c]`; see `dual_scores` for `state`.
 
-    The sum starts at the bias and is added to the output as a whole: codes aren't centred, and one running sum over
-    all tiles would lose digits.
+    `folded`, as large as `probabilities`, is scratch.
     """
-    group_channels = channels // groups
-    places = {(row, i): i * LANES // group_channels * rows + row for row in range(rows) for i in indices}
-    start = {key: read_factor(builder, offset(builder, bias, 4 * place)) for key, place in places.items()}
-    with accumulate(builder, tokens, start) as (token, sums):
-        line = offset(builder, codes, builder.mul(token, LONG(channels * nbits // 8)))
-        numbers = {i: load_codes(builder, line, nbits, channels, i) for i in indices}
-        column = offset(builder, folded, builder.mul(token, LONG(4)))
-        read = {
-            place: read_factor(builder, offset(builder, column, 4 * place * tokens))
-            for place in dict.fromkeys(places.values())
-        }
-        for (row, i), place in places.items():
-            sums[row, i] = multiply_add(builder, numbers[i], read[place], sums[row, i])
-    return sums
+    octave = Table(builder, octave)
+    with accumulate(builder, tokens // LANES, dict.fromkeys(range(rows), ZERO)) as (number, sums):
+        token = builder.mul(number, LONG(LANES))
+        scales = load_log_scales(builder, offset(builder, token_scale, token), octave) if has_token_scale else None
+        at = builder.mul(token, LONG(4))
+        for row in range(rows):
+            numbers = load(builder, offset(builder, offset(builder, probabilities, at), 4 * row * tokens), FLOATS)
+            if has_token_scale:
+                target = offset(builder, offset(builder, folded, at), 4 * row * tokens)
+                store(builder, builder.fmul(numbers, scales), target)
+            sums[row] = builder.fadd(sums[row], numbers)
+    totals = {}
+    if has_mean:
+        unit = _read_log_scale(builder, mean_scale, octave)
+        totals = {row: builder.fmul(splat(builder, sum_lanes(builder, sums[row])), unit) for row in range(rows)}
+    table, shift = _levels(builder, levels, nbits)
+    source = folded if has_token_scale else probabilities
+    for indices in passes(channels // LANES, rows, nbits):
+        places = {(row, i): (row,) * LANES for row in range(rows) for i in indices}
+        sums = _sum_codes(
+            builder, codes, source, nbits, channels, tokens, places, dict.fromkeys(places, ZERO), table, shift
+        )
+        for i in indices:
+            scales = load_log_scales(builder, offset(builder, channel_scale, i * LANES), octave)
+            means = load_signed_bytes(builder, offset(builder, mean, i * LANES)) if has_mean else ZERO
+            for row in range(rows):
+                target = offset(builder, output, 4 * (row * channels + i * LANES))
+                held = multiply_add(builder, sums[row, i], scales, load(builder, target, FLOATS))
+                store(builder, multiply_add(builder, totals[row], means, held) if has_mean else held, target)
 
 
 @inner_loop("values_at stride count probabilities_at output_at", "channels tokens rows dtype")

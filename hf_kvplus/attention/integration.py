@@ -80,7 +80,7 @@ class FusedAttention:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        use_fused_attention(self.model, enabled=False)
+        switch(self.model, enabled=False, kernel="auto")
 
 
 class KernelReader:
@@ -132,30 +132,8 @@ def _make_kernel(name: str, device: torch.device) -> Kernel:
 _fused: WeakKeyDictionary[PreTrainedModel, FusedAttention] = WeakKeyDictionary()
 
 
-def use_fused_attention(
-    model: PreTrainedModel, enabled: bool = True, *, kernel: str = "auto"
-) -> FusedAttention | None:
-    """Lets a model read packed keys and values directly, without decoding them; or undoes it.
-
-    Works with the caches of this package; other caches are served by PyTorch's attention as before. A prompt always is.
-
-    Args:
-        model: A transformers model.
-        enabled: Whether to switch on or back.
-        kernel: `"auto"`, or `"reference"` for plain PyTorch.
-
-    Returns:
-        A context manager that switches back at its end, or `None` if `enabled` is false.
-
-    Raises:
-        TypeError: If `model` isn't a transformers model.
-        ValueError: If its attention can't be chosen.
-        ImportError: If the model is on a CPU and Numba is missing.
-
-    Example:
-        >>> with use_fused_attention(model):
-        ...     model.generate(**inputs, past_key_values=QuantizedCache(model.config, nbits=4))
-    """
+def switch(model: PreTrainedModel, enabled: bool, kernel: str) -> FusedAttention | None:
+    """Switches fused attention on or off; see `hf_kvplus.attention.use_fused_attention`."""
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"`model` must be a transformers PreTrainedModel, got {type(model).__name__}")
     require_choice("kernel", kernel, KERNELS)
@@ -185,7 +163,7 @@ def fused_attention_forward(
     attention_mask: torch.Tensor | None,
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Attends to the cache layer that `key` stands for, or to dense states; see `dense_attention` for the arguments."""
+    """Attends to the cache layer that `key` stands for, or to dense states; arguments as of `dense_attention`."""
     layer = handover.take(key)
     if layer is None:
         return dense_attention(module, query, key, value, attention_mask, **options)

@@ -128,6 +128,7 @@ def _decode(layer: KVLayer, name: str, start: int, stop: int, dtype: torch.dtype
     """Decodes blocks `start` to `stop`, `(batch, kv_heads, tokens, channels)`."""
     heads, channels = layer.shapes[name]
     tokens = (stop - start) * layer.block_tokens
-    out = torch.empty(layer.batch_size, heads, tokens, channels, dtype=dtype, device=layer.device)
+    # Codecs compute in single precision.
+    out = torch.empty(layer.batch_size, heads, tokens, channels, dtype=torch.float32, device=layer.device)
     layer.packed[name].decode(out, start, stop)
-    return out
+    return out.to(dtype)

@@ -24,18 +24,21 @@ MASK, MASK_B, MASK_Q, SINK_LOGITS = range(30, 34)
 # What the shares of a head leave for the last one to add up.
 PARTIAL_OUTPUT, PARTIAL_SUMS = range(34, 36)
 
-# Packed tensors. FACTOR: half precision, one for each token of a key block or each channel of a value block.
+# Packed tensors. SCALE and ZERO: of the affine codec; of the dual-scale codec SCALE is the channel scale, ZERO the
+# token scale. LEVELS: address of 16 float32 numbers that codes stand for.
 KEY_CODES, KEY_CODES_B, KEY_CODES_H, KEY_SCALE, KEY_SCALE_B, KEY_SCALE_H = range(36, 42)
-KEY_ZERO, KEY_ZERO_B, KEY_ZERO_H, KEY_FACTOR, KEY_FACTOR_B, KEY_FACTOR_H = range(42, 48)
-VALUE_CODES, VALUE_CODES_B, VALUE_CODES_H, VALUE_SCALE, VALUE_SCALE_B, VALUE_SCALE_H = range(48, 54)
-VALUE_ZERO, VALUE_ZERO_B, VALUE_ZERO_H, VALUE_FACTOR, VALUE_FACTOR_B, VALUE_FACTOR_H = range(54, 60)
+KEY_ZERO, KEY_ZERO_B, KEY_ZERO_H, KEY_MEAN, KEY_MEAN_B, KEY_MEAN_H = range(42, 48)
+KEY_MEAN_SCALE, KEY_MEAN_SCALE_B, KEY_MEAN_SCALE_H, KEY_LEVELS = range(48, 52)
+VALUE_CODES, VALUE_CODES_B, VALUE_CODES_H, VALUE_SCALE, VALUE_SCALE_B, VALUE_SCALE_H = range(52, 58)
+VALUE_ZERO, VALUE_ZERO_B, VALUE_ZERO_H, VALUE_MEAN, VALUE_MEAN_B, VALUE_MEAN_H = range(58, 64)
+VALUE_MEAN_SCALE, VALUE_MEAN_SCALE_B, VALUE_MEAN_SCALE_H, VALUE_LEVELS = range(64, 68)
 
 # Tensors at full precision.
-RECENT_KEYS, RECENT_KEYS_B, RECENT_KEYS_H, RECENT_VALUES, RECENT_VALUES_B, RECENT_VALUES_H = range(60, 66)
-SINK_KEYS, SINK_KEYS_B, SINK_KEYS_H, SINK_VALUES, SINK_VALUES_B, SINK_VALUES_H = range(66, 72)
+RECENT_KEYS, RECENT_KEYS_B, RECENT_KEYS_H, RECENT_VALUES, RECENT_VALUES_B, RECENT_VALUES_H = range(68, 74)
+SINK_KEYS, SINK_KEYS_B, SINK_KEYS_H, SINK_VALUES, SINK_VALUES_B, SINK_VALUES_H = range(74, 80)
 
 # Addresses of square float32 matrices: queries times KEY_ROTATION fit the packed keys, packed output times
-# VALUE_ROTATION is in the model's own channels.
-KEY_ROTATION, VALUE_ROTATION = range(72, 74)
+# VALUE_ROTATION is in the model's own channels. OCTAVE: address of 16 float32 numbers, 2 ** (i / 8) twice.
+KEY_ROTATION, VALUE_ROTATION, OCTAVE = range(80, 83)
 
-COUNT = 74
+COUNT = 83

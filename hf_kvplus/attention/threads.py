@@ -27,10 +27,8 @@ def find_runner() -> Run:
 
 def _openmp_runner() -> Run | None:
     """Returns a runner on PyTorch's OpenMP threads, or `None` if there are none."""
-    libraries = [
-        path for path in Path(torch.__file__).parent.glob("lib/libtorch_cpu.*") if path.suffix in (".so", ".dylib")
-    ]
-    for library in libraries:
+    folder = Path(torch.__file__).parent / "lib"
+    for library in (*folder.glob("libtorch_cpu.so"), *folder.glob("libtorch_cpu.dylib")):
         # Looked up in the library and all that it is linked to, hence in PyTorch's own OpenMP.
         parallel = getattr(ctypes.CDLL(str(library)), "GOMP_parallel", None)
         if parallel is not None:

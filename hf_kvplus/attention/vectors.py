@@ -18,7 +18,10 @@ from numba.core import cgutils
 from hf_kvplus.codecs.packing import PLANES
 
 # Sixteen floats fill a register of AVX-512; elsewhere eight are two or four registers.
-WIDE = bool(llvm.get_host_cpu_features().get("avx512f"))
+_features = llvm.get_host_cpu_features()
+WIDE = bool(_features.get("avx512f"))
+# How a table of 16 numbers is looked up: by one instruction, by two, or lane by lane.
+LOOKUP = "wide" if WIDE else "narrow" if _features.get("avx2") else "each"
 LANES = 16 if WIDE else 8
 # Accumulators of LANES floats that fit into the registers, beside codes and a broadcast factor.
 ACCUMULATORS = 24 if WIDE else 6
@@ -169,8 +172,56 @@ def _exponential_parts(builder: Builder, values: Value) -> tuple[Value, Value]:
     return builder.bitcast(power, FLOATS), builder.fmul(rest, remainder)
 
 
-def load_codes(builder: Builder, line: Value, nbits: int, length: int, index: int) -> Value:
-    """Unpacks codes `index * LANES` to `(index + 1) * LANES` of one line.
+class Table:
+    """A table of up to 16 float32 numbers that is looked up lane by lane.
+
+    Args:
+        builder: Where instructions go.
+        source: Address of 16 numbers.
+    """
+
+    def __init__(self, builder: Builder, source: Value) -> None:
+        self.source = source
+        count = {"wide": 1, "narrow": 2}.get(LOOKUP, 0)
+        self.parts = [load(builder, offset(builder, source, 4 * LANES * part), FLOATS) for part in range(count)]
+
+    def look_up(self, builder: Builder, indices: Value) -> Value:
+        """Returns the numbers at `indices`, 0 to 15; with AVX-512 only their lowest four bits count."""
+        if LOOKUP == "wide":
+            return call(builder, "llvm.x86.avx512.permvar.sf.512", FLOATS, self.parts[0], indices)
+        if LOOKUP == "narrow":
+            lower, upper = (call(builder, "llvm.x86.avx2.permps", FLOATS, part, indices) for part in self.parts)
+            return builder.select(builder.icmp_signed("<", indices, constant(INT, 8)), lower, upper)
+        result = ir.Constant(FLOATS, ir.Undefined)
+        for lane in range(LANES):
+            index = builder.zext(builder.extract_element(indices, INT(lane)), LONG)
+            number = load(builder, offset(builder, self.source, builder.mul(index, LONG(4))), FLOAT)
+            result = builder.insert_element(result, number, INT(lane))
+        return result
+
+
+def load_log_scales(builder: Builder, source: Value, octave: Table) -> Value:
+    """Reads LANES scales of one byte, see `hf_kvplus.codecs.log_scale`; `octave` holds 2 ** (i / 8), twice."""
+    return log_scales(builder, builder.zext(load(builder, source, vector(BYTE)), INTS), octave)
+
+
+def log_scales(builder: Builder, numbers: Value, octave: Table) -> Value:
+    """Returns `2 ** ((number - 128) / 8)`, and 0 for 0."""
+    whole = builder.add(builder.lshr(numbers, constant(INT, 3)), constant(INT, 127 - 16))
+    part = octave.look_up(builder, builder.and_(numbers, constant(INT, 7)))
+    scale = builder.fmul(builder.bitcast(builder.shl(whole, constant(INT, 23)), FLOATS), part)
+    return builder.select(builder.icmp_signed("==", numbers, constant(INT, 0)), constant(FLOAT, 0.0), scale)
+
+
+def load_signed_bytes(builder: Builder, source: Value) -> Value:
+    """Reads LANES signed bytes as float32."""
+    return builder.sitofp(builder.sext(load(builder, source, vector(BYTE)), INTS), FLOATS)
+
+
+def load_levels(
+    builder: Builder, line: Value, nbits: int, length: int, index: int, table: Table | None, shift: float
+) -> Value:
+    """Unpacks codes `index * LANES` to `(index + 1) * LANES` of one line into what they stand for.
 
     Args:
         builder: Where instructions go.
@@ -178,19 +229,31 @@ def load_codes(builder: Builder, line: Value, nbits: int, length: int, index: in
         nbits: Bits per code.
         length: Codes in the line, a multiple of 8.
         index: Which LANES codes.
+        table: What codes stand for; `None` for the codes themselves.
+        shift: What is taken from codes, without a table.
 
     Returns:
-        The codes as float32.
+        Float32 numbers.
     """
+    if table is not None:
+        # A lookup by AVX-512 takes the lowest four bits by itself.
+        unmasked = LOOKUP == "wide" and nbits == 4
+        return table.look_up(builder, _load_numbers(builder, line, nbits, length, index, unmasked))
+    codes = builder.sitofp(_load_numbers(builder, line, nbits, length, index), FLOATS)
+    return builder.fsub(codes, constant(FLOAT, shift)) if shift else codes
+
+
+def _load_numbers(builder: Builder, line: Value, nbits: int, length: int, index: int, unmasked: bool = False) -> Value:
+    """Unpacks LANES codes to integers; `unmasked` leaves bits of other codes above those of a single plane."""
     codes, position = None, 0
     for width in PLANES[nbits]:
-        plane = _load_plane(builder, offset(builder, line, position), width, length, index)
+        plane = _load_plane(builder, offset(builder, line, position), width, length, index, unmasked)
         codes = plane if codes is None else builder.or_(builder.shl(codes, constant(INT, width)), plane)
         position += length * width // 8
-    return builder.sitofp(codes, FLOATS)
+    return codes
 
 
-def _load_plane(builder: Builder, plane: Value, width: int, length: int, index: int) -> Value:
+def _load_plane(builder: Builder, plane: Value, width: int, length: int, index: int, unmasked: bool) -> Value:
     """Unpacks one plane; code `i` lies in byte `i % size`, above `i // size` others."""
     size = length * width // 8
     codes = range(index * LANES, (index + 1) * LANES)
@@ -198,7 +261,7 @@ def _load_plane(builder: Builder, plane: Value, width: int, length: int, index: 
     numbers = builder.zext(_load_bytes(builder, plane, size, [code % size for code in codes]), INTS)
     if any(shifts):
         numbers = builder.lshr(numbers, ir.Constant(INTS, shifts))
-    if any(shift + width < 8 for shift in shifts):
+    if not unmasked and any(shift + width < 8 for shift in shifts):
         numbers = builder.and_(numbers, constant(INT, (1 << width) - 1))
     return numbers
 
