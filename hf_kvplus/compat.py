@@ -70,6 +70,14 @@ def layer_configs(config: PretrainedConfig) -> list[PretrainedConfig]:
     return getattr(config, "per_layer_config", None) or [config]
 
 
+def is_croppable(layer: Any) -> bool:
+    """Returns whether a layer can forget its newest tokens; before 5.17 transformers' layers don't say."""
+    if hasattr(layer, "is_croppable"):
+        return bool(layer.is_croppable)
+    recurrent = getattr(layer, "recurrent_states", {})
+    return hasattr(layer, "crop") and all(state is None for state in recurrent.values())
+
+
 def cache_keyword(model: PreTrainedModel) -> str:
     """Returns what a model's `forward` calls its cache: `cache` from transformers 5.24 on, else `past_key_values`."""
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"

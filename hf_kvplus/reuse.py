@@ -24,7 +24,7 @@ from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerM
 from hf_kvplus.cachefile import CacheFileError
 from hf_kvplus.caches import KVPlusCache, text_config
 from hf_kvplus.checks import require_at_least
-from hf_kvplus.compat import cache_keyword
+from hf_kvplus.compat import cache_keyword, is_croppable
 from hf_kvplus.fingerprint import ModelFingerprint, config_fields, find_differences
 from hf_kvplus.layer import KVLayer
 from hf_kvplus.saving import load_saved, save_cache
@@ -302,12 +302,13 @@ def _check_ids(ids: torch.Tensor, name: str) -> None:
 
 
 def _crop(cache: Cache, held: int, kept: int) -> None:
-    """Cuts a cache back from `held` tokens to `kept`; with none left, every kind of layer can start anew.
+    """Cuts a cache back from `held` tokens to `kept`; with none left, our own can start anew whatever its layers.
 
     Raises:
         RuntimeError: If a layer can't go back that far; nothing was cut then.
     """
-    if kept == 0:
+    # Not for transformers' own caches: in some versions `reset` leaves zeros behind, of the old length.
+    if kept == 0 and isinstance(cache, KVPlusCache):
         cache.reset()
         return
     for index, layer in enumerate(cache.layers):
@@ -315,22 +316,22 @@ def _crop(cache: Cache, held: int, kept: int) -> None:
         if reason:
             raise RuntimeError(
                 f"the prompt leaves the cached tokens after {kept} of {held}, and layer {index} can't go back: "
-                f"{reason}. Use a new cache, or `cache.reset()` and let the model read the whole prompt"
+                f"{reason}. Use a new cache and let the model read the whole prompt"
             )
     cache.crop(kept - held)
 
 
 def _obstacle(layer: Any, held: int, kept: int) -> str:
     """Returns why a layer can't be cut back from `held` to `kept` tokens, or nothing."""
-    if isinstance(layer, LinearAttentionCacheLayerMixin) and not (layer.is_croppable and layer.record_past):
+    if isinstance(layer, LinearAttentionCacheLayerMixin) and not (is_croppable(layer) and layer.record_past):
         return "its recurrent state holds all tokens at once"
     window = "a window has dropped what would become visible again"
     if isinstance(layer, KVLayer):
         return window if layer.policy.first_visible(kept) < layer.first_stored else ""
-    if isinstance(layer, CacheLayerMixin) and not layer.is_croppable:
+    if isinstance(layer, CacheLayerMixin) and not is_croppable(layer):
         return f"{type(layer).__name__} can't be cut"
     sliding_window = getattr(layer, "sliding_window", None)
-    return window if sliding_window and held >= sliding_window and not layer.record_past else ""
+    return window if sliding_window and held >= sliding_window and not getattr(layer, "record_past", False) else ""
 
 
 def _forward_options(
