@@ -226,15 +226,18 @@ class SinkWindowLayer(KVLayer):
 
     # Reading
 
-    def dense(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def dense(self, visible: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns what the next query will see, sinks first, each `(batch, kv_heads, held, head_dim)`.
+
+        Args:
+            visible: First column of the window; by default that of the next query.
 
         Raises:
             RuntimeError: If nothing was stored yet.
         """
-        window = dict(zip(("keys", "values"), super().dense(), strict=True))
-        plan = MaskPlan(self.cumulative_length, 0, self.policy.first_visible(self.cumulative_length), 0)
-        plan.lead = self.policy.lead(self.cumulative_length)
+        first = self.policy.first_visible(self.cumulative_length) if visible is None else visible
+        window = dict(zip(("keys", "values"), super().dense(first), strict=True))
+        plan = MaskPlan(self.cumulative_length, 0, first, min(first, self.policy.num_sink_tokens))
         if plan.lead:
             sinks = self._right_aligned_sinks(plan)
             window = {name: torch.cat([sinks[name], tensor], dim=2) for name, tensor in window.items()}
