@@ -1,7 +1,7 @@
 """From a bit width to codecs: what `recipe="auto"` and the named recipes stand for.
 
-A recipe is a function `(nbits, group_size, block_tokens) -> codec` for keys and one for values. The choice behind
-`auto` is made by measurement, see docs/LOG.md.
+A recipe is a function `(nbits, group_size, block_tokens)` that returns a codec for keys and one for values. The choice
+behind `auto` is made by measurement, see docs/log/recipes.md.
 """
 
 from __future__ import annotations
@@ -9,14 +9,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from hf_kvplus.checks import require_at_least, require_choice, require_multiple
 from hf_kvplus.codecs import Codec
 from hf_kvplus.codecs.affine import PER_CHANNEL, PER_TOKEN, AffineCodec
+from hf_kvplus.codecs.dual_scale import DualScaleCodec
 from hf_kvplus.codecs.identity import IdentityCodec
 from hf_kvplus.registry import Registry
 
 SUPPORTED_NBITS = (2, 3, 4, 5, 6, 8, 16)
+AUTO_RECIPE = "dual_scale"
+DEFAULT_BLOCK_TOKENS = 64
 
 RecipeFunction = Callable[[int, "int | None", int], tuple[Codec, Codec]]
 recipes: Registry[RecipeFunction] = Registry("recipe")
@@ -30,6 +34,25 @@ def affine(nbits: int, group_size: int | None, block_tokens: int) -> tuple[Codec
     return keys, values
 
 
+@recipes.register("dual_scale")
+def dual_scale(nbits: int, group_size: int | None, block_tokens: int) -> tuple[Codec, Codec]:
+    """Returns codecs of rotated states with a scale per token and a scale and an offset per channel.
+
+    Only keys have their token scales corrected: it helps scores and does nothing for outputs. Clipping pays up to 3
+    bits; 8 bits cover the whole range and need no token scales.
+    """
+    iterations, clips, refinements = (0, 1, 0) if nbits == 8 else (4, 1 if nbits > 3 else 3, 2)
+    build = partial(
+        DualScaleCodec,
+        block_tokens=block_tokens,
+        nbits=nbits,
+        iterations=iterations,
+        clips=clips,
+        refinements=refinements,
+    )
+    return build(axis=PER_CHANNEL, correct_tokens=iterations > 0), build(axis=PER_TOKEN)
+
+
 @dataclass(frozen=True)
 class Quantization:
     """How the keys and values of a layer are quantized.
@@ -37,8 +60,9 @@ class Quantization:
     Args:
         key_nbits: Bits of key codes: 2, 3, 4, 5, 6, 8, or 16 for none.
         value_nbits: Bits of value codes, likewise.
-        group_size: Elements that share a scale: tokens for keys, channels for values. `None` takes 64 tokens, and
-            for values the largest divisor of `head_dim` up to 64, so that any model fits.
+        group_size: Elements that share a scale. For the recipe `"dual_scale"` (which `"auto"` takes) the tokens of a
+            block; for `"affine"` tokens for keys and channels for values. `None` takes 64 tokens, and 64 channels or
+            the largest divisor of `head_dim` below, so that any model fits.
         residual_length: Most recent tokens that stay at full precision.
         num_sink_tokens: First tokens of each row that stay at full precision.
         recipe: A name from `recipes`, or `"auto"`.
@@ -67,13 +91,18 @@ class Quantization:
 
     @property
     def block_tokens(self) -> int:
-        """Tokens in a block: the smallest multiple of the group size from 64 up."""
-        group = self.group_size or 64
-        return group * math.ceil(64 / group)
+        """Tokens in a block: of `dual_scale` the group, of other recipes the smallest multiple of it from 64 up."""
+        group = self.group_size or DEFAULT_BLOCK_TOKENS
+        return group if self.recipe_name == "dual_scale" else group * math.ceil(DEFAULT_BLOCK_TOKENS / group)
+
+    @property
+    def recipe_name(self) -> str:
+        """The recipe that is used, after `"auto"` was decided."""
+        return AUTO_RECIPE if self.recipe == "auto" else self.recipe
 
     def codecs(self) -> tuple[Codec, Codec]:
         """Returns the key codec and the value codec."""
-        build = recipes.get("affine" if self.recipe == "auto" else self.recipe)
+        build = recipes.get(self.recipe_name)
         identity = IdentityCodec(block_tokens=self.block_tokens)
         keys, values = identity, identity
         if self.key_nbits < 16:

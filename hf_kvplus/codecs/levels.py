@@ -1,8 +1,8 @@
 """Tables of levels: what an integer code means before it is scaled.
 
-After rotation and variance normalization an element is close to a unit Gaussian, so at few bits the levels are those
-of the Lloyd-Max quantizer of that distribution. From 5 bits up equal steps over the range of the data are as good and
-need no table.
+Equal steps need no table. The levels of the Lloyd-Max quantizer of a unit Gaussian have the least error on Gaussian
+data; on the channels of a short block, which are lopsided, they measured worse than equal steps fitted to the channel
+(docs/log/recipes.md), so they are an option.
 """
 
 from __future__ import annotations
