@@ -95,7 +95,7 @@ def time_steps(
     return {"ms_per_token": medians, "recompute_ms": statistics.median(readings)}
 
 
-def recompute(model: PreTrainedModel, token_ids: torch.Tensor, window: int, stride: int, first: int) -> Row:
+def recompute(model: PreTrainedModel, token_ids: torch.Tensor, window: int, stride: int, first: int, lead: int) -> Row:
     """Scores tokens from `first` on with a window that is read anew for every `stride` tokens.
 
     Args:
@@ -104,6 +104,7 @@ def recompute(model: PreTrainedModel, token_ids: torch.Tensor, window: int, stri
         window: Tokens read each time.
         stride: Of which this many are scored; a step that decodes one token would cost a whole reading.
         first: First token to score.
+        lead: Tokens at the beginning of the text that begin each reading too.
 
     Returns:
         `losses` per token from `first` on.
@@ -111,7 +112,7 @@ def recompute(model: PreTrainedModel, token_ids: torch.Tensor, window: int, stri
     losses: list[float] = []
     for start in range(first, len(token_ids), stride):
         end = min(start + stride, len(token_ids))
-        piece = token_ids[None, end - window : end]
+        piece = torch.cat([token_ids[:lead], token_ids[end - window + lead : end]])[None]
         logits = model(input_ids=piece, use_cache=False, logits_to_keep=end - start + 1).logits[0].float()
         scored = logits[-(end - start) - 1 : -1]
         losses += torch.nn.functional.cross_entropy(scored, token_ids[start:end], reduction="none").tolist()
@@ -180,6 +181,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--last", type=int, default=8192, help="tokens whose perplexity is reported")
     parser.add_argument("--window", type=int, default=1024, help="tokens that the yardstick reads anew")
     parser.add_argument("--recompute", action="store_true", help="also score by the yardstick; takes longest")
+    parser.add_argument("--bos", action="store_true", help="begin the text, and each reading, with BOS")
     parser.add_argument("--stride", type=int, default=64)
     parser.add_argument("--out", type=Path, help="JSON lines, appended")
     parser.add_argument("--plot", type=Path, help="draw this file instead of measuring")
@@ -190,10 +192,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     model, tokenizer, source = load_model(options.model)
     text = load_text(options.text)
-    token_ids = tokenizer(text.text, return_tensors="pt").input_ids[0, : options.tokens].to(model.device)
+    options.lead = int(options.bos)
+    words = tokenizer(text.text, return_tensors="pt", add_special_tokens=False).input_ids[0]
+    token_ids = torch.cat([torch.tensor([tokenizer.bos_token_id] * options.lead, dtype=torch.long), words])
+    token_ids = token_ids[: options.tokens].to(model.device)
     if len(token_ids) < options.tokens:
         raise ValueError(f"{text.name} has {len(token_ids)} tokens, `--tokens` asks for {options.tokens}")
-    facts = {"model": source.name, "text_sha256": text.sha256, "tokens": options.tokens, **library_versions()}
+    facts = {
+        "model": source.name,
+        "bos": bool(options.lead),
+        "text_sha256": text.sha256,
+        "tokens": options.tokens,
+        **library_versions(),
+    }
     with torch.inference_mode():
         for row in _measure(model, token_ids, options):
             if options.out:
@@ -209,7 +220,8 @@ def _measure(model: PreTrainedModel, token_ids: torch.Tensor, options: argparse.
             row |= time_steps(model, token_ids, copies, options.window, options.rounds)
         yield row
     if options.recompute:
-        yield recompute(model, token_ids, options.window, options.stride, len(token_ids) - options.last)
+        first = len(token_ids) - options.last
+        yield recompute(model, token_ids, options.window, options.stride, first, options.lead)
 
 
 if __name__ == "__main__":
