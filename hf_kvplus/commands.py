@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import importlib.util
 import os
@@ -18,6 +19,7 @@ from transformers import TextStreamer
 
 from hf_kvplus import available_strategies, build_cache, estimate_memory, measure_memory
 from hf_kvplus.compat import cache_keyword, layer_types_and_options
+from hf_kvplus.live import LiveView, MemoryRecorder
 from hf_kvplus.loading import ALIASES, load_config, load_model
 from hf_kvplus.strategies.build import find_strategy
 from hf_kvplus.strategies.grammar import parse
@@ -79,14 +81,19 @@ def generate(
     token_ids = _encode(tokenizer, prompt, chat=chat).to(loaded.device)
     cache = build_cache(strategy, loaded.config, max_length=token_ids.shape[1] + max_new_tokens)
     streamer = TimedStreamer(tokenizer)
-    loaded.generate(
-        input_ids=token_ids,
-        attention_mask=torch.ones_like(token_ids),
-        **{cache_keyword(loaded): cache},
-        max_new_tokens=max_new_tokens,
-        do_sample=False,
-        streamer=streamer,
-    )
+    view = LiveView(lambda tokens: _full_bytes(loaded, tokens), strategy) if watch else None
+    recorder = MemoryRecorder(cache, streamer, on_step=view.show if view else None) if watch or memory_plot else None
+    with view or contextlib.nullcontext():
+        loaded.generate(
+            input_ids=token_ids,
+            attention_mask=torch.ones_like(token_ids),
+            **{cache_keyword(loaded): cache},
+            max_new_tokens=max_new_tokens,
+            do_sample=False,
+            streamer=recorder or streamer,
+        )
+    if recorder and memory_plot:
+        recorder.plot(memory_plot, strategy)
     typer.echo(_cache_line(cache, strategy, loaded))
     typer.echo(streamer.speed_line())
 

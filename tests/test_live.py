@@ -27,7 +27,9 @@ class Collector(BaseStreamer):
 def generate(model, cache, streamer, new: int = 6, prompt: int = 100):
     tokens = torch.randint(2, 100, (1, prompt))
     arguments = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False}
-    model.generate(tokens, attention_mask=torch.ones_like(tokens), cache=cache, streamer=streamer, **arguments)
+    model.generate(
+        tokens, attention_mask=torch.ones_like(tokens), past_key_values=cache, streamer=streamer, **arguments
+    )
 
 
 @pytest.mark.parametrize("strategy", ["int4", "dynamic", "window:64"])

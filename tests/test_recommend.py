@@ -108,7 +108,9 @@ def test_smollm2_with_8k_context_in_64_mib_keeps_its_promise():
     for layer in range(30):  # what a prompt of 8180 tokens leaves; the model itself would take minutes
         cache.update(torch.randn(shape), torch.randn(shape), layer)
     prompt = torch.full((1, 8181), 5)
-    model.generate(prompt, attention_mask=torch.ones_like(prompt), cache=cache, max_new_tokens=12, min_new_tokens=12)
+    model.generate(
+        prompt, attention_mask=torch.ones_like(prompt), past_key_values=cache, max_new_tokens=12, min_new_tokens=12
+    )
     measured = measure_memory(cache).total_bytes
     assert cache.get_seq_length() == 8192
     assert measured == pytest.approx(found.estimate.cache_bytes, rel=0.02)
