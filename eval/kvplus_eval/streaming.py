@@ -119,6 +119,20 @@ def recompute(model: PreTrainedModel, token_ids: torch.Tensor, window: int, stri
     return {"strategy": f"recompute:{window}", "stride": stride, "first": first, "losses": losses}
 
 
+def divergence(
+    model: PreTrainedModel, token_ids: torch.Tensor, strategy: str, against: str, chunk: int, last: int
+) -> Row:
+    """Returns the mean KL divergence in nats of one cache from another over the last tokens of a text."""
+    caches = [build_cache(against, model.config), build_cache(strategy, model.config)]
+    values = []
+    for first in range(0, len(token_ids), chunk):
+        piece = token_ids[None, first : first + chunk]
+        reference, got = (model(input_ids=piece, cache=cache).logits[0].float().log_softmax(-1) for cache in caches)
+        values.append((reference.exp() * (reference - got)).sum(-1))
+    tail = torch.cat(values)[-last:]
+    return {"strategy": strategy, "against": against, "tokens": len(tail), "kl_nats": tail.mean().item()}
+
+
 def summarize(rows: Sequence[Row], last_tokens: int) -> list[Row]:
     """Returns per row the perplexity of the last tokens, the largest loss and the figures of time and bytes."""
     figures = []
@@ -183,6 +197,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--recompute", action="store_true", help="also score by the yardstick; takes longest")
     parser.add_argument("--bos", action="store_true", help="begin the text, and each reading, with BOS")
     parser.add_argument("--stride", type=int, default=64)
+    parser.add_argument("--against", help="only print the KL divergence from this strategy")
     parser.add_argument("--out", type=Path, help="JSON lines, appended")
     parser.add_argument("--plot", type=Path, help="draw this file instead of measuring")
     parser.add_argument("--image", type=Path, default=Path("streaming.png"))
@@ -206,7 +221,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         **library_versions(),
     }
     with torch.inference_mode():
-        for row in _measure(model, token_ids, options):
+        for strategy in options.strategies if options.against else ():
+            row = divergence(model, token_ids, strategy, options.against, options.chunk, options.last)
+            print(json.dumps(row), flush=True)
+        for row in () if options.against else _measure(model, token_ids, options):
             if options.out:
                 with options.out.open("a") as file:
                     file.write(json.dumps(facts | row) + "\n")
