@@ -95,14 +95,18 @@ class CPUKernel:
             return form()
         axis = PER_CHANNEL if name == "keys" else PER_TOKEN
         if isinstance(codec, DualScaleCodec) and codec.axis == axis:
-            if codec.nbits > 4 and codec.levels != UNIFORM:
-                return None
-            return form(
-                kind="dual",
-                nbits=codec.nbits,
-                token_scale=codec.iterations > 0,
-                mean=codec.centered,
-                rotated=codec.rotation(channels) is not None,
+            uniform, small = codec.levels == UNIFORM, codec.nbits <= 4
+            return (
+                form(
+                    kind="dual",
+                    nbits=codec.nbits,
+                    token_scale=codec.iterations > 0,
+                    # Looking up 16 numbers takes AVX-512 one instruction, less than converting and shifting a code.
+                    table=small and (not uniform or self.module.LOOKUP == "wide"),
+                    rotated=codec.rotation(channels) is not None,
+                )
+                if uniform or small
+                else None
             )
         if isinstance(codec, AffineCodec) and codec.axis == axis:
             group = codec.group_length(channels)
@@ -206,7 +210,7 @@ class CPUKernel:
                     self._set_tensor(first + 3 * index, store.get(field))
         if isinstance(store.codec, DualScaleCodec):
             a[first + 3 * len(FIELDS)] = _padded_levels(store.codec).data_ptr()
-            a[slots.OCTAVE] = _octave().data_ptr()
+            a[slots.OCTAVES] = _octaves().data_ptr()
             matrix = store.codec.rotation(layer.shapes[name][1])
             a[rotation] = 0 if matrix is None else matrix.data_ptr()
 
@@ -242,6 +246,7 @@ def _padded_levels(codec: DualScaleCodec) -> torch.Tensor:
 
 
 @cache
-def _octave() -> torch.Tensor:
-    """Returns the powers of two from 0 to 7 eighths, twice, as 16 float32 numbers."""
-    return torch.exp2(torch.arange(16, dtype=torch.float64).remainder(8) / 8).float()
+def _octaves() -> torch.Tensor:
+    """Returns the powers of two from 0 to 7 eighths, twice, then from 0 to 15 sixteenths, as float32 numbers."""
+    eighths = torch.arange(16, dtype=torch.float64).remainder(8) / 8
+    return torch.exp2(torch.cat([eighths, torch.arange(16, dtype=torch.float64) / 16])).float()

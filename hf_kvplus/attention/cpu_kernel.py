@@ -53,7 +53,9 @@ from hf_kvplus.attention.inner_loops import (
     write_long,
     write_states,
 )
-from hf_kvplus.attention.vectors import LANES
+from hf_kvplus.attention.vectors import LANES, LOOKUP
+
+__all__ = ["LANES", "LOOKUP", "KernelForm", "PackedForm", "compile_kernel"]
 
 NOTHING = np.float32(-np.inf)
 # A compiled kernel on disk is only as good as the sources that it was made of.
@@ -70,7 +72,7 @@ class PackedForm:
         nbits: Bits per code.
         groups: Of the affine codec, groups of a line that have scales of their own.
         token_scale: Whether each token has a scale (dual).
-        mean: Whether each channel has a mean (dual).
+        table: Whether codes are looked up in a table of levels (dual).
         rotated: Whether channels were mixed by a matrix before.
     """
 
@@ -78,7 +80,7 @@ class PackedForm:
     nbits: int = 16
     groups: int = 1
     token_scale: bool = False
-    mean: bool = False
+    table: bool = False
     rotated: bool = False
 
     def block_bytes(self, channels: int, tokens: int, state_bytes: int) -> int:
@@ -132,10 +134,10 @@ def _build(form: KernelForm, sources: int) -> Any:
     value_bytes = form.values.block_bytes(value_channels, tokens, state_bytes)
     key_affine, key_dual = int(form.keys.kind == "affine"), int(form.keys.kind == "dual")
     key_nbits, key_groups, key_rotated = form.keys.nbits, form.keys.groups, int(form.keys.rotated)
-    key_tokens, key_mean = int(form.keys.token_scale), int(form.keys.mean)
+    key_tokens, key_table = int(form.keys.token_scale), int(form.keys.table)
     value_affine, value_dual = int(form.values.kind == "affine"), int(form.values.kind == "dual")
     value_nbits, value_groups, value_rotated = form.values.nbits, form.values.groups, int(form.values.rotated)
-    value_tokens, value_mean = int(form.values.token_scale), int(form.values.mean)
+    value_tokens, value_table = int(form.values.token_scale), int(form.values.table)
     key_scales, value_scales = 2 * key_channels * key_groups, 2 * tokens * value_groups
     # Scratch, from its end: every part is a multiple of a vector long.
     sizes = {
@@ -193,7 +195,7 @@ def _build(form: KernelForm, sources: int) -> Any:
                         read_states(source, target, scaling, key_channels, dtype)
                     else:
                         fill(target, np.float32(0), key_channels)
-                if key_rotated:
+                if key_rotated and a[slots.PACKED_TILES] > 0:
                     rotate(base + query_at, a[slots.KEY_ROTATION], base + rotated_at, key_channels, rows)
                 for tile in range(tiles * share // shares, tiles * (share + 1) // shares):
                     # Scores
@@ -235,9 +237,9 @@ def _build(form: KernelForm, sources: int) -> Any:
                             locate(me, slots.KEY_ZERO, batch, head, block, tokens),
                             locate(me, slots.KEY_MEAN, batch, head, block, key_channels),
                             locate(me, slots.KEY_MEAN_SCALE, batch, head, block, 1),
-                            a[slots.KEY_LEVELS], a[slots.OCTAVE],
+                            a[slots.KEY_LEVELS], a[slots.OCTAVES],
                             base + rotated_at, base + folded_query_at, base + bias_at, scores,
-                            key_nbits, key_channels, tokens, rows, key_tokens, key_mean,
+                            key_nbits, key_channels, tokens, rows, key_tokens, key_table,
                         )  # fmt: skip
                     else:
                         source = base + (rotated_at if block >= 0 else query_at)
@@ -285,23 +287,24 @@ def _build(form: KernelForm, sources: int) -> Any:
                             locate(me, slots.VALUE_ZERO, batch, head, block, tokens),
                             locate(me, slots.VALUE_MEAN, batch, head, block, value_channels),
                             locate(me, slots.VALUE_MEAN_SCALE, batch, head, block, 1),
-                            a[slots.VALUE_LEVELS], a[slots.OCTAVE],
+                            a[slots.VALUE_LEVELS], a[slots.OCTAVES],
                             scores, base + folded_at, base + packed_at,
-                            value_nbits, value_channels, tokens, rows, value_tokens, value_mean,
+                            value_nbits, value_channels, tokens, rows, value_tokens, value_table,
                         )  # fmt: skip
                     else:
                         target = base + (packed_at if block >= 0 else output_at)
                         dense_output(values_at, value_line, count, scores, target, value_channels, tokens, rows, dtype)
                 # What this share found, for the one that comes last.
                 place = task * padded_rows + first_row
-                if value_rotated:
+                unrotates = value_rotated and a[slots.PACKED_TILES] > 0
+                if unrotates:
                     rotate(base + packed_at, a[slots.VALUE_ROTATION], base + folded_at, value_channels, rows)
                 for row in range(rows):
                     sums = a[slots.PARTIAL_SUMS] + 8 * (place + row)
                     write_float(sums, read_float(base + largest_at + 4 * row))
                     write_float(sums + 4, lane_sum(base + sums_at + 4 * row * LANES))
                     found = base + output_at + 4 * row * value_channels
-                    if value_rotated:
+                    if unrotates:
                         add_scaled(base + folded_at + 4 * row * value_channels, found, one, value_channels)
                     target = a[slots.PARTIAL_OUTPUT] + 4 * (place + row) * value_channels
                     read_states(found, target, one, value_channels, "float32")

@@ -58,6 +58,8 @@ from hf_kvplus.attention.vectors import (
     vector,
 )
 
+# As in `hf_kvplus.codecs.log_scale`.
+CHANNEL_STEPS, TOKEN_STEPS = 8, 16
 ZERO = constant(FLOAT, 0.0)
 LOWEST = constant(FLOAT, float("-inf"))
 STATE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
@@ -339,9 +341,9 @@ def _score_codes(
 
 
 @inner_loop(
-    "codes_at channel_scale_at token_scale_at mean_at mean_scale_at levels_at octave_at query_at folded_at bias_at "
+    "codes_at channel_scale_at token_scale_at mean_at mean_scale_at levels_at octaves_at query_at folded_at bias_at "
     "scores_at",
-    "nbits channels tokens rows has_token_scale has_mean",
+    "nbits channels tokens rows has_token_scale has_table",
 )
 def dual_scores(
     builder: Builder,
@@ -351,7 +353,7 @@ def dual_scores(
     mean: Value,
     mean_scale: Value,
     levels: Value,
-    octave: Value,
+    octaves: Value,
     query: Value,
     folded: Value,
     bias: Value,
@@ -361,51 +363,49 @@ def dual_scores(
     tokens: int,
     rows: int,
     has_token_scale: int,
-    has_mean: int,
+    has_table: int,
 ) -> None:
     """Writes `scores[r, t] = sum over c of query[r, c] * state[t, c]` for states of the dual-scale codec.
 
-    `state[t, c] = level[codes[c, t]] * channel_scale[c] * token_scale[t] + mean[c] * mean_scale`; scales are bytes
+    `state[t, c] = (level[codes[c, t]] * channel_scale[c] + mean[c] * mean_scale) * token_scale[t]`; scales are bytes
     with a logarithm, means signed bytes. `folded`, as large as `query`, and `bias`, a number per row, are scratch.
     """
-    octave = Table(builder, octave)
+    octave = Table(builder, octaves)
     with accumulate(builder, channels // LANES, dict.fromkeys(range(rows), ZERO)) as (number, sums):
         channel = builder.mul(number, LONG(LANES))
-        scales = load_log_scales(builder, offset(builder, channel_scale, channel), octave)
-        means = load_signed_bytes(builder, offset(builder, mean, channel)) if has_mean else ZERO
+        scales = load_log_scales(builder, offset(builder, channel_scale, channel), octave, CHANNEL_STEPS)
+        means = load_signed_bytes(builder, offset(builder, mean, channel))
         at = builder.mul(channel, LONG(4))
         for row in range(rows):
             numbers = load(builder, offset(builder, offset(builder, query, at), 4 * row * channels), FLOATS)
             target = offset(builder, offset(builder, folded, at), 4 * row * channels)
             store(builder, builder.fmul(numbers, scales), target)
-            if has_mean:
-                sums[row] = multiply_add(builder, numbers, means, sums[row])
-    if has_mean:
-        unit = _read_log_scale(builder, mean_scale, octave)
-        for row in range(rows):
-            total = builder.fmul(splat(builder, sum_lanes(builder, sums[row])), unit)
-            store(builder, builder.extract_element(total, INT(0)), offset(builder, bias, 4 * row))
-    table, shift = _levels(builder, levels, nbits)
+            sums[row] = multiply_add(builder, numbers, means, sums[row])
+    unit = _read_log_scale(builder, mean_scale, octave)
+    for row in range(rows):
+        total = builder.fmul(splat(builder, sum_lanes(builder, sums[row])), unit)
+        store(builder, builder.extract_element(total, INT(0)), offset(builder, bias, 4 * row))
+    table, shift = _levels(builder, levels, nbits, has_table)
+    fine = Table(builder, offset(builder, octaves, 64)) if has_token_scale else None
     for indices in passes(tokens // LANES, rows, nbits):
         sums = _score_codes(builder, codes, folded, nbits, channels, tokens, rows, indices, table, shift)
         for row, i in sums:
-            total = sums[row, i]
+            total = builder.fadd(sums[row, i], read_factor(builder, offset(builder, bias, 4 * row)))
             if has_token_scale:
-                scales = load_log_scales(builder, offset(builder, token_scale, i * LANES), octave)
+                scales = load_log_scales(builder, offset(builder, token_scale, i * LANES), fine, TOKEN_STEPS)
                 total = builder.fmul(total, scales)
-            if has_mean:
-                total = builder.fadd(total, read_factor(builder, offset(builder, bias, 4 * row)))
             store(builder, total, offset(builder, scores, 4 * (row * tokens + i * LANES)))
 
 
-def _levels(builder: Builder, levels: Value, nbits: int) -> tuple[Table | None, float]:
+def _levels(builder: Builder, levels: Value, nbits: int, has_table: int) -> tuple[Table | None, float]:
     """Returns the table of levels, or what is taken from a code where levels are uniform."""
-    return (Table(builder, levels), 0.0) if nbits <= 4 else (None, (2**nbits - 1) / 2)
+    return (Table(builder, levels), 0.0) if has_table else (None, (2**nbits - 1) / 2)
 
 
 def _read_log_scale(builder: Builder, source: Value, octave: Table) -> Value:
-    """Reads one logarithmic scale into every lane."""
-    return log_scales(builder, splat(builder, builder.zext(load(builder, source, BYTE), INT)), octave)
+    """Reads one logarithmic scale of channels into every lane."""
+    number = splat(builder, builder.zext(load(builder, source, BYTE), INT))
+    return log_scales(builder, number, octave, CHANNEL_STEPS)
 
 
 @inner_loop("keys_at stride count query_at scores_at", "channels tokens rows dtype")
@@ -623,9 +623,9 @@ def _read_lanes(builder: Builder, source: Value, stride: int, lanes: tuple[int, 
 
 
 @inner_loop(
-    "codes_at channel_scale_at token_scale_at mean_at mean_scale_at levels_at octave_at probabilities_at folded_at "
+    "codes_at channel_scale_at token_scale_at mean_at mean_scale_at levels_at octaves_at probabilities_at folded_at "
     "output_at",
-    "nbits channels tokens rows has_token_scale has_mean",
+    "nbits channels tokens rows has_token_scale has_table",
 )
 def dual_output(
     builder: Builder,
@@ -635,7 +635,7 @@ def dual_output(
     mean: Value,
     mean_scale: Value,
     levels: Value,
-    octave: Value,
+    octaves: Value,
     probabilities: Value,
     folded: Value,
     output: Value,
@@ -644,41 +644,40 @@ def dual_output(
     tokens: int,
     rows: int,
     has_token_scale: int,
-    has_mean: int,
+    has_table: int,
 ) -> None:
     """Adds the sum over t of `probabilities[r, t] * state[t, c]` to `output[r, c]`; see `dual_scores` for `state`.
 
     `folded`, as large as `probabilities`, is scratch.
     """
-    octave = Table(builder, octave)
+    octave = Table(builder, octaves)
+    fine = Table(builder, offset(builder, octaves, 64)) if has_token_scale else None
     with accumulate(builder, tokens // LANES, dict.fromkeys(range(rows), ZERO)) as (number, sums):
         token = builder.mul(number, LONG(LANES))
-        scales = load_log_scales(builder, offset(builder, token_scale, token), octave) if has_token_scale else None
         at = builder.mul(token, LONG(4))
+        if has_token_scale:
+            scales = load_log_scales(builder, offset(builder, token_scale, token), fine, TOKEN_STEPS)
         for row in range(rows):
             numbers = load(builder, offset(builder, offset(builder, probabilities, at), 4 * row * tokens), FLOATS)
             if has_token_scale:
-                target = offset(builder, offset(builder, folded, at), 4 * row * tokens)
-                store(builder, builder.fmul(numbers, scales), target)
+                numbers = builder.fmul(numbers, scales)
+                store(builder, numbers, offset(builder, offset(builder, folded, at), 4 * row * tokens))
             sums[row] = builder.fadd(sums[row], numbers)
-    totals = {}
-    if has_mean:
-        unit = _read_log_scale(builder, mean_scale, octave)
-        totals = {row: builder.fmul(splat(builder, sum_lanes(builder, sums[row])), unit) for row in range(rows)}
-    table, shift = _levels(builder, levels, nbits)
+    unit = _read_log_scale(builder, mean_scale, octave)
+    totals = {row: builder.fmul(splat(builder, sum_lanes(builder, sums[row])), unit) for row in range(rows)}
+    table, shift = _levels(builder, levels, nbits, has_table)
     source = folded if has_token_scale else probabilities
     for indices in passes(channels // LANES, rows, nbits):
         places = {(row, i): (row,) * LANES for row in range(rows) for i in indices}
-        sums = _sum_codes(
-            builder, codes, source, nbits, channels, tokens, places, dict.fromkeys(places, ZERO), table, shift
-        )
+        start = dict.fromkeys(places, ZERO)
+        sums = _sum_codes(builder, codes, source, nbits, channels, tokens, places, start, table, shift)
         for i in indices:
-            scales = load_log_scales(builder, offset(builder, channel_scale, i * LANES), octave)
-            means = load_signed_bytes(builder, offset(builder, mean, i * LANES)) if has_mean else ZERO
+            scales = load_log_scales(builder, offset(builder, channel_scale, i * LANES), octave, CHANNEL_STEPS)
+            means = load_signed_bytes(builder, offset(builder, mean, i * LANES))
             for row in range(rows):
                 target = offset(builder, output, 4 * (row * channels + i * LANES))
                 held = multiply_add(builder, sums[row, i], scales, load(builder, target, FLOATS))
-                store(builder, multiply_add(builder, totals[row], means, held) if has_mean else held, target)
+                store(builder, multiply_add(builder, totals[row], means, held), target)
 
 
 @inner_loop("values_at stride count probabilities_at output_at", "channels tokens rows dtype")

@@ -38,7 +38,8 @@ RECENT_KEYS, RECENT_KEYS_B, RECENT_KEYS_H, RECENT_VALUES, RECENT_VALUES_B, RECEN
 SINK_KEYS, SINK_KEYS_B, SINK_KEYS_H, SINK_VALUES, SINK_VALUES_B, SINK_VALUES_H = range(74, 80)
 
 # Addresses of square float32 matrices: queries times KEY_ROTATION fit the packed keys, packed output times
-# VALUE_ROTATION is in the model's own channels. OCTAVE: address of 16 float32 numbers, 2 ** (i / 8) twice.
-KEY_ROTATION, VALUE_ROTATION, OCTAVE = range(80, 83)
+# VALUE_ROTATION is in the model's own channels. OCTAVES: address of two tables of 16 float32 numbers, the powers of
+# two from 0 to 1 in steps of an eighth (twice) and of a sixteenth.
+KEY_ROTATION, VALUE_ROTATION, OCTAVES = range(80, 83)
 
 COUNT = 83

@@ -200,15 +200,17 @@ class Table:
         return result
 
 
-def load_log_scales(builder: Builder, source: Value, octave: Table) -> Value:
-    """Reads LANES scales of one byte, see `hf_kvplus.codecs.log_scale`; `octave` holds 2 ** (i / 8), twice."""
-    return log_scales(builder, builder.zext(load(builder, source, vector(BYTE)), INTS), octave)
+def load_log_scales(builder: Builder, source: Value, octave: Table, steps_per_octave: int) -> Value:
+    """Reads LANES scales of one byte, see `hf_kvplus.codecs.log_scale`."""
+    numbers = builder.zext(load(builder, source, vector(BYTE)), INTS)
+    return log_scales(builder, numbers, octave, steps_per_octave)
 
 
-def log_scales(builder: Builder, numbers: Value, octave: Table) -> Value:
-    """Returns `2 ** ((number - 128) / 8)`, and 0 for 0."""
-    whole = builder.add(builder.lshr(numbers, constant(INT, 3)), constant(INT, 127 - 16))
-    part = octave.look_up(builder, builder.and_(numbers, constant(INT, 7)))
+def log_scales(builder: Builder, numbers: Value, octave: Table, steps_per_octave: int) -> Value:
+    """Returns `2 ** ((number - 128) / steps_per_octave)`, and 0 for 0; `octave` holds the powers from 1 to 2."""
+    octaves = constant(INT, steps_per_octave.bit_length() - 1)
+    whole = builder.add(builder.lshr(numbers, octaves), constant(INT, 127 - 128 // steps_per_octave))
+    part = octave.look_up(builder, builder.and_(numbers, constant(INT, steps_per_octave - 1)))
     scale = builder.fmul(builder.bitcast(builder.shl(whole, constant(INT, 23)), FLOATS), part)
     return builder.select(builder.icmp_signed("==", numbers, constant(INT, 0)), constant(FLOAT, 0.0), scale)
 
