@@ -18,6 +18,7 @@ FIGURES = {
     "cache_bytes": 94_371_840,
     "share_of_full_cache": 1.0,
     "perplexity": 24.5165,
+    "perplexity_change_percent": 0.0,
     "kl_mean_nats": 0.0,
     "top1_agreement": 1.0,
     "decode_ms_per_token": 68.2,
