@@ -205,6 +205,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.plot:
         plot([json.loads(line) for line in options.plot.read_text().splitlines()], options.image)
         return
+    if options.recompute and options.stride >= options.window:
+        raise ValueError(f"`--stride` must be less than `--window` {options.window}, got {options.stride}")
     model, tokenizer, source = load_model(options.model)
     text = load_text(options.text)
     options.lead = int(options.bos)
