@@ -40,7 +40,7 @@ def import_kernel() -> Any:
     try:
         from hf_kvplus.attention import cpu_kernel
     except ModuleNotFoundError as error:
-        if error.name not in ("numba", "llvmlite"):
+        if (error.name or "").partition(".")[0] not in ("numba", "llvmlite"):
             raise
         raise ImportError(
             "fused attention on a CPU needs Numba; install it with `pip install hf_kvplus[cpu]`, or leave out "
