@@ -1,8 +1,9 @@
 """One cell of the suite: a model, a strategy, the inputs, and what the result is compared with.
 
-The reference is the model itself without any cache: a forward pass over the finished sequence. Every step's logits must
-be those of that pass, up to what the strategy's codes lose. So a wrong row, position, mask or order shows in any mode,
-without assuming that another cache is right. A strategy that is exact must also equal `DynamicCache` token for token.
+The reference is the model itself without any cache: a forward pass over the finished sequence. Every step's logits
+must be those of that pass, up to what the strategy's codes lose. So a wrong row, position, mask or order shows in any
+mode, without assuming that another cache is right. A strategy that is exact must also equal `DynamicCache` token for
+token.
 """
 
 from __future__ import annotations
@@ -38,20 +39,25 @@ class Strategy:
         text: What `build_cache` gets.
         loss: Largest root mean square of the error of a sequence's logits, in parts of their standard deviation; the
             logits of an unrelated context are off by 1 and more.
-        everywhere: Whether it runs with every architecture, or with `zoo.REPRESENTATIVE` ones only.
+        architectures: Those that it runs with, all of them by default.
         own_reference: Whether it changes what tokens attend to, as a window does. Its reference is then the same
             strategy, fed one row alone and token by token.
     """
 
     text: str
     loss: float
-    everywhere: bool = False
+    architectures: tuple[str, ...] = tuple(zoo.ZOO)
     own_reference: bool = False
 
     @property
     def exact(self) -> bool:
-        """Whether nothing is lost."""
-        return self.loss < 1e-4
+        """Whether nothing is lost, so that `DynamicCache` says the same."""
+        return self.loss < 1e-4 and not self.own_reference
+
+    @property
+    def packs(self) -> bool:
+        """Whether blocks are packed."""
+        return self.loss >= 1e-4
 
 
 @dataclass(frozen=True)
@@ -185,7 +191,7 @@ class Case:
         error, spread = (logits - expected).float().pow(2).mean().sqrt(), expected.float().std(-1).mean()
         loss = (error / spread).item()
         # A token that goes to another expert changes more than the error that sent it there.
-        allowed = self.strategy.loss * (3 if self.architecture.experts and not self.strategy.exact else 1)
+        allowed = self.strategy.loss * (3 if self.architecture.experts and self.strategy.packs else 1)
         assert loss <= allowed, f"logits are off by {loss:.2g} of their spread, at most {allowed}"
 
     def check_steps(self, output: Any, prompt: int, lengths: list[int] | None = None) -> None:
@@ -214,7 +220,7 @@ class Case:
 
     def check_packed(self, cache: Cache, blocks: int = 2) -> None:
         """Asserts that a lossy strategy has packed at least `blocks` blocks somewhere."""
-        if not self.strategy.exact and self.architecture.packs:
+        if self.strategy.packs and self.architecture.packs:
             assert max(layer.packed_blocks for layer in attention_layers(cache)) >= blocks
 
 

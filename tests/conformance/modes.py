@@ -77,7 +77,8 @@ def convolving(case: Case) -> str | None:
 
 
 def counting_window(case: Case) -> str | None:
-    return "its window counts padding between tokens, whichever cache" if case.architecture.window else None
+    windowed = case.architecture.window or case.strategy.own_reference
+    return "its window counts padding between tokens, whichever cache" if windowed else None
 
 
 def remembering_rows(case: Case) -> str | None:
@@ -85,6 +86,8 @@ def remembering_rows(case: Case) -> str | None:
 
 
 def windowed(case: Case) -> str | None:
+    if case.strategy.own_reference:
+        return "a mask with a column for every token can't fit a cache that has let tokens go"
     return "one mask can't fit layers that hold different tokens" if case.architecture.window else None
 
 

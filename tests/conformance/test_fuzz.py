@@ -1,8 +1,8 @@
 """Random sequences of operations on one cache against a list of full-precision tokens that goes through the same.
 
 The list knows one rule of the cache, when a block is packed, and asks the codec what that block then reads as. All
-else it does naively: it keeps every token, appends, cuts and indexes. What the cache returns must be equal bit for bit,
-and for the affine codec each element within half a step of the truth for every time that it was packed.
+else it does naively: it keeps every token, appends, cuts and indexes. What the cache returns must be equal bit for
+bit, and for the affine codec each element within half a step of the truth for every time that it was packed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from case import fingerprint
-from conftest import tiny_llama_config
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -28,6 +27,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from conftest import tiny_llama_config
 from hf_kvplus import KVPlusCache, load_cache, save_cache
 from hf_kvplus.recipes import Quantization
 
@@ -47,9 +47,9 @@ class PlainTokens:
     def __init__(self, quantization: Quantization | None, padding: list[int]) -> None:
         self.quantization, self.padding = quantization, padding
         empty = torch.zeros(len(padding), HEADS, 0, CHANNELS)
-        self.given = {name: empty for name in NAMES}
-        self.read = {name: empty for name in NAMES}
-        self.error = {name: empty for name in NAMES}
+        self.given = dict.fromkeys(NAMES, empty)
+        self.read = dict.fromkeys(NAMES, empty)
+        self.error = dict.fromkeys(NAMES, empty)
         self.packed = 0
 
     @property

@@ -6,7 +6,10 @@ import pytest
 import zoo
 from case import Case
 from modes import MODES
-from suite import CELLS, STRATEGIES
+from suite import CELLS, NOT_OURS, STRATEGIES
+
+from hf_kvplus.strategies import available_strategies, parse
+from hf_kvplus.strategies.build import find_strategy
 
 BY_TEXT = {strategy.text: strategy for strategy in STRATEGIES}
 
@@ -16,5 +19,26 @@ BY_TEXT = {strategy.text: strategy for strategy in STRATEGIES}
     [pytest.param(*cell, id="-".join(cell).replace(" ", "_")) for cell, reason in CELLS.items() if reason is None],
 )
 def test_mode(architecture, strategy, mode, record_property):
-    record_property("conformance", [architecture, strategy, mode])
+    record_property("conformance", " | ".join((architecture, strategy, mode)))
     MODES[mode].run(Case(zoo.ZOO[architecture], BY_TEXT[strategy]))
+
+
+def test_every_registered_strategy_of_ours_is_in_the_suite():
+    run = {find_strategy(part.name).info.name for strategy in STRATEGIES for part in parse(strategy.text)}
+    ours = {info.name for info in available_strategies() if not info.name.startswith(NOT_OURS)}
+    assert run == ours
+
+
+def test_at_least_twenty_architectures_are_covered_and_listen_to_far_tokens():
+    """Without the second, no mode would notice what is lost."""
+    import torch
+
+    assert len(zoo.ZOO) >= 20
+    for architecture in zoo.ZOO.values():
+        case = Case(architecture, BY_TEXT["fp"])
+        tokens, other = case.tokens(), case.tokens()
+        other[:, 100:120] = case.tokens(seed=5)[:, 100:120]
+        with torch.no_grad():
+            last, changed = case.forward(tokens)[0, -1], case.forward(other)[0, -1]
+        distance = (last - changed).pow(2).mean().sqrt() / last.std()
+        assert distance > 0.01 or not architecture.packs, architecture.name

@@ -1,7 +1,7 @@
 """Tiny random models of the architectures that the suite covers, built from configurations; each is a few megabytes.
 
-A model is described by its class, its configuration and what makes a cache's life hard in it. Two layers of width 64 and
-a vocabulary of 128 run a prompt of 190 tokens in milliseconds. `model(name)` builds one per process.
+A model is described by its class, its configuration and what makes a cache's life hard in it. Two layers of width 64
+and a vocabulary of 128 run a prompt of 190 tokens in milliseconds. `model(name)` builds one per process.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Architecture:
 
 
 ZOO: dict[str, Architecture] = {}
-# A model with full attention only, one with windows and one with other sizes, for strategies that needn't run everywhere.
+# One with full attention only, one with windows and one with other sizes, for strategies that needn't run everywhere.
 REPRESENTATIVE = ("Llama", "Gemma 3", "DeepSeek-V3")
 
 

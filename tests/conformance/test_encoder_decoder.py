@@ -1,0 +1,93 @@
+"""Encoder-decoder models: any pair of caches, and the trap of giving them one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import zoo
+from case import Case, Strategy, attention_layers
+from transformers import DynamicCache, EncoderDecoderCache
+
+from hf_kvplus import KVPlusCache, KVPlusEncoderDecoderCache, QuantizedCache, build_cache
+
+SPEAKERS = ["T5", "BART", "Whisper"]
+HALVES = {
+    "both quantized": lambda c: build_cache("int8,recent=16", c),
+    "decoder only": lambda c: KVPlusEncoderDecoderCache(
+        QuantizedCache(c, nbits=8, residual_length=16), DynamicCache()
+    ),
+    "encoder only": lambda c: KVPlusEncoderDecoderCache(
+        DynamicCache(), KVPlusCache(c, cross_attention=True, quantization=QuantizedCache(c, nbits=8).quantization)
+    ),
+    "in transformers' own pair": lambda c: EncoderDecoderCache(
+        QuantizedCache(c, nbits=8, residual_length=16), KVPlusCache(c, cross_attention=True)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SPEAKERS)
+@pytest.mark.parametrize("halves", HALVES)
+def test_either_half_may_be_quantized(name, halves):
+    case = Case(zoo.ZOO[name], Strategy("int8,recent=16", 0.1))
+    cache = HALVES[halves](case.model.config)
+    output = case.generate(case.tokens(), cache)
+    case.check_steps(output, 190)
+    packed = [
+        any(getattr(layer, "packed_blocks", 0) for layer in half.layers)
+        for half in (cache.self_attention_cache, cache.cross_attention_cache)
+    ]
+    assert (
+        packed
+        == {
+            "both quantized": [True, True],
+            "decoder only": [True, False],
+            "encoder only": [False, True],
+            "in transformers' own pair": [True, False],
+        }[halves]
+    )
+    assert cache.cross_attention_cache.layers[0].keys.shape[2] == zoo.ENCODER_TOKENS
+
+
+@pytest.mark.parametrize("name", ["T5", "BART"])
+def test_one_cache_for_both_halves_is_refused_instead_of_mixing_them(name):
+    case = Case(zoo.ZOO[name], Strategy("fp", 1))
+    with pytest.raises(RuntimeError, match="needs two caches.*KVPlusEncoderDecoderCache"):
+        case.generate(case.tokens(), KVPlusCache(case.model.config))
+
+
+def test_the_encoders_half_keeps_everything_whatever_the_decoders_window():
+    config = zoo.model("Gemma 3").config
+    cache = KVPlusCache(config, cross_attention=True, quantization=QuantizedCache(config).quantization)
+    assert not any(cache.is_sliding)
+    states = torch.randn(1, 1, 400, 32)
+    cache.update(states, states, 0)
+    assert cache.layers[0].keys.shape[2] == 400
+
+
+@pytest.mark.parametrize("strategy", ["fp", "int8"])
+def test_whispers_own_generate_takes_the_pair(strategy):
+    model = zoo.model("Whisper")
+    features = torch.randn(2, 8, 300, generator=torch.Generator().manual_seed(2))
+    options = {"max_new_tokens": 100, "do_sample": False}
+    expected = model.generate(features, **options)
+    cache = build_cache(strategy, model.config)
+    said = model.generate(features, cache=cache, **options)
+    assert said.shape[1] > 90
+    assert (said == expected).float().mean() > (0.999 if strategy == "fp" else 0.9)
+    assert strategy == "fp" or all(layer.packed_blocks for layer in cache.cross_attention_cache.layers)
+
+
+def test_a_pair_resets_reports_and_refuses_what_a_half_cannot():
+    case = Case(zoo.ZOO["T5"], Strategy("int8,recent=16", 0.1))
+    cache = case.cache()
+    assert cache.batch_size == -1
+    assert len(cache.plan) == 4
+    first = case.generate(case.tokens(), cache).sequences
+    cache.reset()
+    assert torch.equal(case.generate(case.tokens(), cache).sequences, first)
+    assert len(attention_layers(cache)) == 2
+    static = KVPlusEncoderDecoderCache(
+        cache.self_attention_cache, build_cache("hf-static:200", zoo.model("Llama").config)
+    )
+    with pytest.raises(TypeError, match="batch_select_indices"):
+        static.batch_select_indices(torch.tensor([0]))
