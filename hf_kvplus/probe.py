@@ -37,6 +37,8 @@ from hf_kvplus.compat import cache_keyword
 DECODERS = (AutoModelForCausalLM, AutoModelForImageTextToText)
 ENCODER_DECODERS = (AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq)
 PROBE_DTYPE = torch.bfloat16
+# What models raise where a configuration is incomplete, or their code needs what tensors hold.
+PROBE_ERRORS = (AssertionError, AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError)
 PROBE_TOKENS, ENCODER_PROBE_TOKENS = 2, 3
 
 
@@ -90,12 +92,20 @@ class ModelProfile:
 
 
 class _ZeroValues(TorchDispatchMode):
-    """Answers 0 where a model asks a tensor without content for a number."""
+    """Answers zeros where a model asks tensors without content for what they hold."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        tensor = args[0] if args and isinstance(args[0], torch.Tensor) else None
+        if tensor is None or tensor.device.type != "meta":
+            return func(*args, **kwargs)
         if func is torch.ops.aten._local_scalar_dense.default:
-            return False if args[0].dtype == torch.bool else 0
-        return func(*args, **(kwargs or {}))
+            return False if tensor.dtype == torch.bool else 0
+        if func is torch.ops.aten.nonzero.default:
+            return tensor.new_empty((0, tensor.dim()), dtype=torch.long)
+        if func is torch.ops.aten._to_copy.default and torch.device(kwargs.get("device") or "meta").type == "cpu":
+            return torch.zeros(tensor.shape, dtype=kwargs.get("dtype") or tensor.dtype, device="cpu")
+        return func(*args, **kwargs)
 
 
 def profile_model(config: PretrainedConfig) -> ModelProfile:
@@ -109,7 +119,8 @@ def profile_model(config: PretrainedConfig) -> ModelProfile:
 
     Raises:
         TypeError: If `config` isn't a transformers configuration.
-        ValueError: If it isn't one of a language model whose code is in transformers.
+        ValueError: If it isn't one of a language model whose code is in transformers, or the model can't be built
+            from it.
     """
     text_config(config)
     return _profile(_Keyed(config))
@@ -133,8 +144,14 @@ class _Keyed:
 def _profile(keyed: _Keyed) -> ModelProfile:
     config = keyed.config
     with _quiet():
-        model = _build(config)
-        own, cross = _run(model, config)
+        try:
+            model = _build(config)
+            own, cross = _run(model, config)
+        except PROBE_ERRORS as error:
+            raise ValueError(
+                f"a model of type {config.model_type!r} with this `config` can't be run without memory "
+                f"({type(error).__name__}: {error}); check the configuration, or measure it with `measure_memory`"
+            ) from error
     parameters = sum(weights.numel() for weights in model.parameters())
     return ModelProfile(
         layers=tuple(_layer_states(layer) for layer in own),

@@ -179,3 +179,8 @@ def test_a_model_without_code_in_transformers_is_refused():
         estimate_memory(OwnConfig(), 10)
     with pytest.raises(TypeError, match="must be a transformers configuration"):
         estimate_memory({"num_hidden_layers": 2}, 10)
+
+
+def test_an_incomplete_configuration_is_told():
+    with pytest.raises(ValueError, match="can't be run without memory"):
+        estimate_memory(LlamaConfig(num_attention_heads=4, num_key_value_heads=8, hidden_size=64), 10)
