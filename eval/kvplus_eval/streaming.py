@@ -169,13 +169,16 @@ def plot(rows: Sequence[Row], path: Path, smooth: int = 512) -> None:
         losses = torch.tensor(row["losses"])
         means = losses[: len(losses) // smooth * smooth].unflatten(0, (-1, smooth)).mean(1)
         places = row.get("first", 1) + smooth * torch.arange(1, len(means) + 1)
-        above.plot(places, means.exp(), label=row["strategy"])
-        if row.get("cache_bytes"):
+        recomputed = not row.get("cache_bytes")
+        (line,) = above.plot(places, means.exp(), "k:" if recomputed else "-", label=row["strategy"])
+        if not recomputed:
             sizes = {int(place): size / 2**20 for place, size in row["cache_bytes"].items()}
-            below.plot(list(sizes), list(sizes.values()), marker=".")
+            below.plot(list(sizes), list(sizes.values()), marker=".", color=line.get_color())
     above.set(ylabel=f"perplexity, {smooth} tokens at a time", yscale="log")
     above.legend(fontsize="small")
-    below.set(ylabel="cache, MiB", xlabel="tokens", ylim=(0, None))
+    below.margins(y=0.3)
+    below.set(ylabel="cache, MiB", xlabel="tokens")
+    below.set_ylim(bottom=0)
     for axes in (above, below):
         axes.grid(alpha=0.3)
     figure.tight_layout()
