@@ -18,24 +18,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    AutoModelForSeq2SeqLM,
-    AutoModelForSpeechSeq2Seq,
-    DynamicCache,
-    EncoderDecoderCache,
-    PretrainedConfig,
-    PreTrainedModel,
-)
+from transformers import DynamicCache, EncoderDecoderCache, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from hf_kvplus.caches import text_config
 from hf_kvplus.compat import cache_keyword
 
-DECODERS = (AutoModelForCausalLM, AutoModelForImageTextToText)
-ENCODER_DECODERS = (AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq)
+DECODERS = ("AutoModelForCausalLM", "AutoModelForImageTextToText")
+ENCODER_DECODERS = ("AutoModelForSeq2SeqLM", "AutoModelForSpeechSeq2Seq")
 PROBE_DTYPE = torch.bfloat16
 # What models raise where a configuration is incomplete, or their code needs what tensors hold.
 PROBE_ERRORS = (AssertionError, AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError)
@@ -179,7 +171,8 @@ def _build(config: PretrainedConfig) -> PreTrainedModel:
     Raises:
         ValueError: If transformers has no generating model for the configuration.
     """
-    for auto in ENCODER_DECODERS if config.is_encoder_decoder else DECODERS:
+    for name in ENCODER_DECODERS if config.is_encoder_decoder else DECODERS:
+        auto = getattr(transformers, name)
         if type(config) in auto._model_mapping:
             with torch.device("meta"):
                 own = copy.deepcopy(config)

@@ -28,6 +28,7 @@ EXTRAS = (
 
 # A module may import from those named before it, never from those after.
 ORDER = ["registry", "checks", "policies", "codecs", "stores", "recipes", "layer", "caches", "strategies", "memory"]
+ORDER += ["probe", "estimate", "devices", "compute", "recommend"]
 
 
 def test_importing_starts_nothing_and_needs_no_extra():
