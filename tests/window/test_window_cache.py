@@ -21,8 +21,8 @@ STRATEGIES = (
     "window:9,sinks=3,prefill=dense",
     "window:9,sinks=0",
     "window:9,sinks=4,rollback=6",
-    "int8,group=8+window:150,sinks=4",
-    "int4+window:150,sinks=4,positions=shifted",
+    "int8,recipe=affine+window:150,sinks=4",
+    "int8,recipe=affine+window:180,sinks=4,positions=shifted",
 )
 
 
@@ -47,7 +47,7 @@ def generate(model, ids, strategy, **options):
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_each_row_of_a_padded_batch_equals_that_row_alone(model, strategy):
     # Packed blocks begin at column 0: rows whose padding isn't whole blocks are grouped otherwise than alone.
-    ids, mask = padded(230, (0, 192, 64)) if "int" in strategy else padded(45, (0, 40, 14))
+    ids, mask = padded(300, (0, 256, 128)) if "int" in strategy else padded(45, (0, 40, 14))
     together = generate(model, ids, strategy, attention_mask=mask)
     for row in range(len(ids)):
         alone = generate(model, ids[row : row + 1, mask[row].argmax() :], strategy)
