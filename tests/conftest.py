@@ -6,6 +6,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+# Two test processes on two cores; more threads than cores wait for each other.
+torch.set_num_threads(1)
+
 
 def tiny_llama_config(**changes) -> LlamaConfig:
     """Returns the configuration of a two-layer Llama with 4 query heads and 2 KV heads of 16 channels."""
