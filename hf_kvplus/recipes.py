@@ -20,7 +20,9 @@ from hf_kvplus.registry import Registry
 
 SUPPORTED_NBITS = (2, 3, 4, 5, 6, 8, 16)
 AUTO_RECIPE = "dual_scale"
-DEFAULT_BLOCK_TOKENS = 64
+DEFAULT_GROUP_SIZE = 64
+# The shorter a block, the narrower its channels' ranges; 48 tokens are what 4.5 stored bits have room for at 4 bits.
+DUAL_SCALE_BLOCK_TOKENS = 48
 
 RecipeFunction = Callable[[int, "int | None", int], tuple[Codec, Codec]]
 recipes: Registry[RecipeFunction] = Registry("recipe")
@@ -61,8 +63,8 @@ class Quantization:
         key_nbits: Bits of key codes: 2, 3, 4, 5, 6, 8, or 16 for none.
         value_nbits: Bits of value codes, likewise.
         group_size: Elements that share a scale. For the recipe `"dual_scale"` (which `"auto"` takes) the tokens of a
-            block; for `"affine"` tokens for keys and channels for values. `None` takes 64 tokens, and 64 channels or
-            the largest divisor of `head_dim` below, so that any model fits.
+            block, 48 by default (64 at 8 bits). For `"affine"` tokens for keys and channels for values, by default 64
+            or, of channels, the largest divisor of `head_dim` below.
         residual_length: Most recent tokens that stay at full precision.
         num_sink_tokens: First tokens of each row that stay at full precision.
         recipe: A name from `recipes`, or `"auto"`.
@@ -91,9 +93,16 @@ class Quantization:
 
     @property
     def block_tokens(self) -> int:
-        """Tokens in a block: of `dual_scale` the group, of other recipes the smallest multiple of it from 64 up."""
-        group = self.group_size or DEFAULT_BLOCK_TOKENS
-        return group if self.recipe_name == "dual_scale" else group * math.ceil(DEFAULT_BLOCK_TOKENS / group)
+        """Tokens in a block.
+
+        Of `dual_scale` the group, by default 48 (64 at 8 bits, where range matters less than the scales' bits); of
+        other recipes the smallest multiple of the group from 64 up.
+        """
+        if self.recipe_name != "dual_scale":
+            group = self.group_size or DEFAULT_GROUP_SIZE
+            return group * math.ceil(DEFAULT_GROUP_SIZE / group)
+        narrow = min(self.key_nbits, self.value_nbits) < 8
+        return self.group_size or (DUAL_SCALE_BLOCK_TOKENS if narrow else DEFAULT_GROUP_SIZE)
 
     @property
     def recipe_name(self) -> str:
