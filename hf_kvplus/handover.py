@@ -70,11 +70,17 @@ class Handover(threading.local):
         """Returns the layer that `keys` stand for, or `None` if they are real.
 
         Raises:
-            RuntimeError: If a layer was offered, but these aren't its stand-ins.
+            RuntimeError: If a layer was offered, but these aren't its stand-ins, or if these were taken before.
         """
+        address = keys.data_ptr()
         if self.layer is None:
+            if any(nan.data_ptr() == address for nan in self._nan.values()):
+                raise RuntimeError(
+                    "this model reads the keys that its cache returned more than once, so they can't be read packed; "
+                    "call `use_fused_attention(model, enabled=False)` and start again with a new cache"
+                )
             return None
-        if keys.data_ptr() != self._address:
+        if address != self._address:
             self.check()
         layer, self.layer = self.layer, None
         return layer

@@ -25,6 +25,8 @@ from hf_kvplus.handover import handover
 from hf_kvplus.layer import KVLayer
 
 NAME = "kvplus"
+# Where a model keeps what undoes this; it goes along when a model is copied.
+ATTRIBUTE = "_kvplus_fused_attention"
 KERNELS = ("auto", "reference")
 # With more queries at once decoding pays: it is shared by all of them.
 MOST_QUERIES = 32
@@ -42,7 +44,7 @@ class FusedAttention:
 
     def __init__(self, model: PreTrainedModel, kernel: str) -> None:
         self.model = model
-        self.reader = KernelReader(kernel, model.device)
+        self.reader = KernelReader(kernel, model)
         self.before = implementations(model.config)
         AttentionInterface.register(NAME, fused_attention_forward)
         AttentionMaskInterface.register(NAME, sdpa_mask)
@@ -88,12 +90,18 @@ class KernelReader:
 
     Args:
         kernel: Name of the kernel.
-        device: Where the model lives.
+        model: The model that reads.
     """
 
-    def __init__(self, kernel: str, device: torch.device) -> None:
-        self.kernel = _make_kernel(kernel, device)
+    def __init__(self, kernel: str, model: PreTrainedModel) -> None:
+        self.kernel = _make_kernel(kernel, model.device)
+        # What `update` returns is read by later layers too.
+        self.shares = bool(getattr(model.config.get_text_config(decoder=True), "num_kv_shared_layers", None))
         self.answers: WeakKeyDictionary[KVLayer, tuple[Any, ...]] = WeakKeyDictionary()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> KernelReader:
+        """A copied model reads with the same kernel."""
+        return self
 
     def accepts(self, layer: KVLayer, key_states: torch.Tensor) -> bool:
         """Whether a kernel answers these queries from the layer itself."""
@@ -109,8 +117,12 @@ class KernelReader:
 
     def _decide(self, layer: KVLayer) -> bool:
         """Whether the kernel reads this layer; says why not."""
-        reason = None if type(layer).update is KVLayer.update else f"{type(layer).__name__} is read in its own way"
-        reason = reason or self.kernel.refuses(layer)
+        if self.shares:
+            reason = "layers of this model read each other's states"
+        elif type(layer).update is not KVLayer.update:
+            reason = f"{type(layer).__name__} is read in its own way"
+        else:
+            reason = self.kernel.refuses(layer)
         if reason:
             _say(reason)
         return reason is None
@@ -129,20 +141,18 @@ def _make_kernel(name: str, device: torch.device) -> Kernel:
     return ReferenceKernel()
 
 
-_fused: WeakKeyDictionary[PreTrainedModel, FusedAttention] = WeakKeyDictionary()
-
-
 def switch(model: PreTrainedModel, enabled: bool, kernel: str) -> FusedAttention | None:
     """Switches fused attention on or off; see `hf_kvplus.attention.use_fused_attention`."""
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"`model` must be a transformers PreTrainedModel, got {type(model).__name__}")
     require_choice("kernel", kernel, KERNELS)
-    previous = _fused.pop(model, None)
+    previous = vars(model).pop(ATTRIBUTE, None)
     if previous is not None:
         previous.undo()
     if not enabled:
         return None
-    _fused[model] = fused = FusedAttention(model, kernel)
+    fused = FusedAttention(model, kernel)
+    vars(model)[ATTRIBUTE] = fused
     return fused
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from contextlib import nullcontext
+from copy import deepcopy
 
 import pytest
 import torch
@@ -222,6 +223,32 @@ def test_switching_back_restores_the_model(model):
     assert model.config._attn_implementation == before
     assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
     assert handover.reader is None
+
+
+def test_a_copy_is_fused_and_switched_back_on_its_own(llama):
+    ids, mask = prompt()
+    expected = logits(llama, build_cache("int4", llama.config), ids, mask)
+    with use_fused_attention(llama):
+        copy = deepcopy(llama)
+    assert copy.config._attn_implementation == "kvplus"
+    for enabled in (True, False):
+        use_fused_attention(copy, enabled=enabled)
+        found = logits(copy, build_cache("int4", copy.config), ids, mask)
+        torch.testing.assert_close(found, expected, atol=2e-4, rtol=0)
+    assert copy.config._attn_implementation == llama.config._attn_implementation == "sdpa"
+
+
+def test_states_taken_twice_are_noticed(llama):
+    ids, _ = prompt(length=201)
+    cache = build_cache("int4", llama.config)
+    with use_fused_attention(llama), torch.no_grad():
+        llama(ids[:, :200], **{cache_keyword(llama): cache})
+        handover.begin(vars(llama)["_kvplus_fused_attention"].reader)
+        keys, _ = cache.update(*[torch.zeros(1, 2, 1, 32)] * 2, 0)
+        handover.take(keys).finish_update()
+        handover.end()
+        with pytest.raises(RuntimeError, match="more than once"):
+            handover.take(keys)
 
 
 def test_a_model_that_fails_leaves_nothing_behind(llama):
