@@ -40,19 +40,19 @@ class Strategy:
         loss: Largest root mean square of the error of a sequence's logits, in parts of their standard deviation; the
             logits of an unrelated context are off by 1 and more.
         architectures: Those that it runs with, all of them by default.
-        own_reference: Whether it changes what tokens attend to, as a window does. Its reference is then the same
-            strategy, fed one row alone and token by token.
+        window: Tokens and sinks that are attended to, where a strategy limits them; the reference is then the model
+            with a mask that does the same.
     """
 
     text: str
     loss: float
     architectures: tuple[str, ...] = tuple(zoo.ZOO)
-    own_reference: bool = False
+    window: tuple[int, int] | None = None
 
     @property
     def exact(self) -> bool:
         """Whether nothing is lost, so that `DynamicCache` says the same."""
-        return self.loss < 1e-4 and not self.own_reference
+        return self.loss < 1e-4 and self.window is None
 
     @property
     def packs(self) -> bool:
@@ -180,10 +180,14 @@ class Case:
     @torch.no_grad()
     def reference(self, row: torch.Tensor) -> torch.Tensor:
         """Returns the logits of one row of tokens `(seq,)` as they must be, `(seq, vocabulary)`."""
-        if not self.strategy.own_reference:
-            return self.forward(row[None])[0]
-        cache = self.cache()
-        return torch.cat([self.forward(token[None], cache)[0] for token in row.split(1)])
+        options = {}
+        if self.strategy.window:
+            tokens, sinks = self.strategy.window
+            query, key = torch.arange(len(row))[:, None], torch.arange(len(row))[None]
+            seen = (key <= query) & ((key < sinks) | (query - key < tokens))
+            mask = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
+            options = {"attention_mask": mask[None, None], "position_ids": key}
+        return self.forward(row[None], **options)[0]
 
     def check(self, logits: torch.Tensor, row: torch.Tensor, first: int) -> None:
         """Compares `logits` `(steps, vocabulary)` with those of `row` from its token `first` on."""
@@ -221,6 +225,7 @@ class Case:
     def check_packed(self, cache: Cache, blocks: int = 2) -> None:
         """Asserts that a lossy strategy has packed at least `blocks` blocks somewhere."""
         if self.strategy.packs and self.architecture.packs:
+            blocks = 1 if self.strategy.window else blocks
             assert max(layer.packed_blocks for layer in attention_layers(cache)) >= blocks
 
 

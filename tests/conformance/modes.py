@@ -77,7 +77,7 @@ def convolving(case: Case) -> str | None:
 
 
 def counting_window(case: Case) -> str | None:
-    windowed = case.architecture.window or case.strategy.own_reference
+    windowed = case.architecture.window or case.strategy.window
     return "its window counts padding between tokens, whichever cache" if windowed else None
 
 
@@ -86,7 +86,7 @@ def remembering_rows(case: Case) -> str | None:
 
 
 def windowed(case: Case) -> str | None:
-    if case.strategy.own_reference:
+    if case.strategy.window:
         return "a mask with a column for every token can't fit a cache that has let tokens go"
     return "one mask can't fit layers that hold different tokens" if case.architecture.window else None
 

@@ -17,8 +17,8 @@ STRATEGIES = [
     Strategy("k8v4,recent=16", loss=0.7, architectures=zoo.REPRESENTATIVE),
     Strategy("int3,recent=16", loss=0.9, architectures=zoo.REPRESENTATIVE),
     Strategy("int2,recent=16,sinks=0", loss=1.2, architectures=("Llama",)),
-    Strategy("window:90,sinks=4", loss=2e-5, architectures=("Llama",), own_reference=True),
-    Strategy("window:150,sinks=4+int8,recent=16", loss=0.1, architectures=("Llama",), own_reference=True),
+    Strategy("window:90,sinks=4", loss=2e-5, architectures=("Llama",), window=(90, 4)),
+    Strategy("window:150,sinks=4+int8,recent=16", loss=0.1, architectures=("Llama",), window=(150, 4)),
 ]
 
 # Standalone strategies are transformers' own: the yardstick and the peers that ours are compared with.
