@@ -226,8 +226,7 @@ class QuantizedCache(KVPlusCache):
         nbits: Bits per code for keys and values: 2, 3, 4, 5, 6 or 8.
         key_nbits: Bits of keys, if they differ; 16 leaves them unquantized.
         value_nbits: Bits of values, if they differ.
-        group_size: Elements that share a scale and a zero point: tokens for keys, channels for values; `None` takes
-            64, and for values the largest divisor of `head_dim` up to 64.
+        group_size: Elements that share a scale; `None` takes what the recipe measured best with, see `Quantization`.
         residual_length: Most recent tokens that always stay at full precision.
         num_sink_tokens: First tokens of each row that always stay at full precision.
         recipe: How states are encoded; `"auto"` takes the best one measured for the width.
