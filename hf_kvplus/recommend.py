@@ -30,6 +30,8 @@ EXACT = (PLAIN, "fp")
 LADDER = (PLAIN, "int8", "k8v4", "int4", "int3", "int2")
 # Part of a device's memory that activations, the runtime and fragmentation are left.
 HEADROOM = 0.1
+# The last tokens of the context are decoded, so that buffers have grown as they do in use.
+DECODED_TOKENS = 128
 # A rule holds up to so many tokens.
 RULES = (
     (2048, PLAIN, "under 2k tokens the plain cache is small"),
@@ -115,8 +117,11 @@ def recommend(
     if recent_tokens is not None:
         require_at_least("recent_tokens", recent_tokens, 1)
     device = find_device(device) if isinstance(device, str) else device
+    prompt = max(1, context_length - DECODED_TOKENS)
     candidates = [
-        Candidate(name, estimate_memory(config, context_length, batch_size, name, dtype), None, "", "")
+        Candidate(
+            name, estimate_memory(config, context_length, batch_size, name, dtype, prompt_tokens=prompt), None, "", ""
+        )
         for name in _names(context_length, recent_tokens, device)
         if _fits_model(name, config, dtype)
     ]
