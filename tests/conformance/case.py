@@ -139,7 +139,7 @@ class Case:
             del inputs["pixel_values"]  # the image is in the cache already
         options = {**plain, "output_logits": True, **options}
         # Whisper's own `generate` wraps this one and takes other options; it has a test of its own.
-        return GenerationMixin.generate(self.model, **inputs, cache=cache, **options)
+        return GenerationMixin.generate(self.model, **inputs, past_key_values=cache, **options)
 
     def forward(self, tokens: torch.Tensor, cache: Cache | None = None, **options: Any) -> torch.Tensor:
         """Runs the model on `tokens` and returns the logits, `(batch, seq, vocabulary)`."""

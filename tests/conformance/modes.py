@@ -322,7 +322,7 @@ def embeddings(case: Case) -> None:
     output = case.model.generate(
         inputs_embeds=embedded,
         attention_mask=torch.ones_like(tokens),
-        cache=cache,
+        past_key_values=cache,
         max_new_tokens=NEW,
         do_sample=False,
         return_dict_in_generate=True,

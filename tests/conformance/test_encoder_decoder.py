@@ -71,7 +71,7 @@ def test_whispers_own_generate_takes_the_pair(strategy):
     options = {"max_new_tokens": 100, "do_sample": False}
     expected = model.generate(features, **options)
     cache = build_cache(strategy, model.config)
-    said = model.generate(features, cache=cache, **options)
+    said = model.generate(features, past_key_values=cache, **options)
     assert said.shape[1] > 90
     assert (said == expected).float().mean() > (0.999 if strategy == "fp" else 0.9)
     assert strategy == "fp" or all(layer.packed_blocks for layer in cache.cross_attention_cache.layers)

@@ -43,7 +43,7 @@ def generate(model, ids: torch.Tensor, strategy: str, tokens: int):
     output = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
-        cache=cache,
+        past_key_values=cache,
         max_new_tokens=tokens,
         min_new_tokens=tokens,
         do_sample=False,

@@ -47,7 +47,7 @@ def keys_at(model, position):
             input_ids=torch.tensor([[5]]),
             position_ids=torch.tensor([[position]]),
             attention_mask=torch.ones(1, 1, dtype=torch.long),
-            cache=cache,
+            past_key_values=cache,
         )
     return [layer.keys for layer in cache.layers]
 

@@ -90,8 +90,10 @@ def test_without_a_mask_positions_and_padding_agree(model):
     ids, mask = padded(40, (0, 12))
     with torch.inference_mode():
         cache = build_cache("window:9,sinks=4", model.config)
-        implicit = model(input_ids=ids, attention_mask=mask, cache=cache).logits  # positions not adapted to padding
-        implicit = torch.cat([implicit, model(input_ids=ids[:, :1], cache=cache).logits], 1)[0]
+        implicit = model(
+            input_ids=ids, attention_mask=mask, past_key_values=cache
+        ).logits  # positions not adapted to padding
+        implicit = torch.cat([implicit, model(input_ids=ids[:, :1], past_key_values=cache).logits], 1)[0]
         longer = torch.cat([ids, ids[:, :1]], 1)[:1]
         expected = oracle_logits(model, longer, torch.ones_like(longer), 9, 4)[0]
     assert (implicit - expected).abs().max() < 1e-4
@@ -195,9 +197,9 @@ def test_a_mask_of_the_users_own_is_refused(model):
     cache = SlidingWindowCache(model.config, 9)
     mask = torch.ones(1, 1, 30, 30, dtype=torch.bool).tril()
     with pytest.raises(RuntimeError, match=r"prefill=\"dense\""):
-        model(input_ids=ids, attention_mask=mask, cache=cache)
+        model(input_ids=ids, attention_mask=mask, past_key_values=cache)
     assert cache.get_seq_length() == 0
-    assert model(input_ids=ids, cache=cache).logits.isfinite().all()
+    assert model(input_ids=ids, past_key_values=cache).logits.isfinite().all()
 
 
 def test_a_mask_function_that_computes_otherwise_is_refused():

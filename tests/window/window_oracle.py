@@ -51,7 +51,10 @@ def cached_logits(
     for count in chunks:
         end = first + count
         out = model(
-            input_ids=ids[:, first:end], attention_mask=mask[:, :end], position_ids=places[:, first:end], cache=cache
+            input_ids=ids[:, first:end],
+            attention_mask=mask[:, :end],
+            position_ids=places[:, first:end],
+            past_key_values=cache,
         )
         logits.append(out.logits)
         first = end
