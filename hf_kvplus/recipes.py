@@ -16,6 +16,7 @@ from hf_kvplus.codecs import Codec
 from hf_kvplus.codecs.affine import PER_CHANNEL, PER_TOKEN, AffineCodec
 from hf_kvplus.codecs.dual_scale import DualScaleCodec
 from hf_kvplus.codecs.identity import IdentityCodec
+from hf_kvplus.codecs.levels import LLOYD_MAX, UNIFORM
 from hf_kvplus.registry import Registry
 
 SUPPORTED_NBITS = (2, 3, 4, 5, 6, 8, 16)
@@ -41,7 +42,7 @@ def dual_scale(nbits: int, group_size: int | None, block_tokens: int) -> tuple[C
     """Returns codecs of rotated states with a scale per token and a scale and an offset per channel.
 
     Only keys have their token scales corrected: it helps scores and does nothing for outputs. Clipping pays up to 3
-    bits; 8 bits cover the whole range and need no token scales.
+    bits, Gaussian levels at 3; 8 bits cover the whole range and need no token scales.
     """
     iterations, clips, refinements = (0, 1, 0) if nbits == 8 else (4, 1 if nbits > 3 else 3, 2)
     build = partial(
@@ -51,6 +52,7 @@ def dual_scale(nbits: int, group_size: int | None, block_tokens: int) -> tuple[C
         iterations=iterations,
         clips=clips,
         refinements=refinements,
+        levels=LLOYD_MAX if nbits == 3 else UNIFORM,
     )
     return build(axis=PER_CHANNEL, correct_tokens=iterations > 0), build(axis=PER_TOKEN)
 
