@@ -31,7 +31,9 @@ class RecurrentLayer(LinearAttentionLayer):
         self.conv_states[state_idx] = self.conv_states[state_idx].detach()
         return states
 
-    def update_recurrent_state(self, recurrent_states: torch.Tensor, state_idx: int = 0, **options: Any) -> torch.Tensor:
+    def update_recurrent_state(
+        self, recurrent_states: torch.Tensor, state_idx: int = 0, **options: Any
+    ) -> torch.Tensor:
         """Stores a recurrent state, detached, and returns it."""
         self._take_new_storage(self.recurrent_states, state_idx)
         states = super().update_recurrent_state(recurrent_states, state_idx, **options)
