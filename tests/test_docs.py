@@ -32,7 +32,8 @@ def loaded(tmp_path_factory):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_python_snippets_run(page, loaded, monkeypatch):
+def test_python_snippets_run(page, loaded, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
     model, tokenizer, _ = loaded
     monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", lambda name: model)
     monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda name: tokenizer)
