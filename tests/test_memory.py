@@ -77,7 +77,7 @@ def test_int4_takes_at_most_16_hundredths_of_full_precision_at_8k():
 @pytest.mark.parametrize("nbits", [2, 3, 4, 5, 6, 8])
 def test_codes_take_their_bits_and_scales_are_counted(nbits):
     config = tiny_llama_config(head_dim=64)
-    cache = build_cache(f"k{nbits}v{nbits},recipe=affine", config)
+    cache = build_cache(f"k{nbits}v{nbits},recipe=affine,recent=64", config)
     fill(cache, config, 64 * 5)
     breakdown = measure_memory(cache)
     assert breakdown.packed_bits_per_element == nbits + 32 / 64
