@@ -7,6 +7,7 @@ The divergence from the `dynamic` cache on the very same steps stands beside eac
 The `bench` part of a row:
 
     context_tokens, tokens, rounds        what was asked for
+    fused                                 whether packed states were read directly, see `use_fused_attention`
     decode_ms_per_token                   median over all steps
     decode_ms_fastest, decode_ms_slowest  extremes
     decode_ms                             every step, in order
@@ -17,6 +18,7 @@ The `bench` part of a row:
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,7 +27,7 @@ from statistics import median
 import torch
 from transformers import Cache, PreTrainedModel
 
-from hf_kvplus import measure_memory
+from hf_kvplus import KVPlusCache, measure_memory, use_fused_attention
 from hf_kvplus.checks import require_at_least
 from kvplus_eval.guards import refuse_miscounted, refuse_unpacked
 from kvplus_eval.outcome import Outcome
@@ -46,12 +48,14 @@ class BenchPlan:
         tokens: Decoded tokens in a round.
         rounds: Rounds; each starts with another strategy.
         prefill_chunk_tokens: Tokens in one forward pass of the prefill.
+        fused: Whether caches of this package are read by `use_fused_attention`; others never are.
     """
 
     contexts: tuple[int, ...]
     tokens: int = 16
     rounds: int = 3
     prefill_chunk_tokens: int = 512
+    fused: bool = False
 
     def __post_init__(self) -> None:
         """Checks the numbers."""
@@ -85,6 +89,7 @@ class Contestant:
     cache: Cache | None = None
     fed_tokens: int = 0
     prefill_ms: float = 0.0
+    fused: bool = False
     decode_ms: list[float] = field(default_factory=list)
     kl_nats: list[float] = field(default_factory=list)
     log_probs: torch.Tensor | None = None
@@ -128,9 +133,10 @@ def _grow(contestant: Contestant, model: PreTrainedModel, context_ids: torch.Ten
     if contestant.cache is None:
         contestant.cache = make_cache(contestant.outcome.strategy, model, plan.longest_tokens)
     contestant.decode_ms, contestant.kl_nats = [], []
-    began = clock_ms(model.device)
-    prefill(model, contestant.cache, context_ids[contestant.fed_tokens :], plan.prefill_chunk_tokens)
-    contestant.prefill_ms = clock_ms(model.device) - began
+    with _attention(contestant, model, plan):
+        began = clock_ms(model.device)
+        prefill(model, contestant.cache, context_ids[contestant.fed_tokens :], plan.prefill_chunk_tokens)
+        contestant.prefill_ms = clock_ms(model.device) - began
     contestant.fed_tokens = len(context_ids)
     refuse_miscounted(int(contestant.cache.get_seq_length()), contestant.fed_tokens)
 
@@ -148,7 +154,7 @@ def _time_steps(
         counted = number >= WARMUP_STEPS
         for strategy in rotated(list(by_name), number):
             one = by_name[strategy]
-            one.outcome.attempt(partial(_step, one, model, token_ids, counted=counted))
+            one.outcome.attempt(partial(_step, one, model, token_ids, plan, counted=counted))
         reference = by_name.get(REFERENCE_STRATEGY)
         if counted and reference is not None and reference.log_probs is not None:
             for one in by_name.values():
@@ -157,12 +163,23 @@ def _time_steps(
             advance()
 
 
-def _step(contestant: Contestant, model: PreTrainedModel, token_ids: torch.Tensor, *, counted: bool) -> None:
+def _attention(
+    contestant: Contestant, model: PreTrainedModel, plan: BenchPlan
+) -> contextlib.AbstractContextManager[object]:
+    """Returns the context in which a cache is read: fused where that was asked for and the cache is ours."""
+    contestant.fused = plan.fused and isinstance(contestant.cache, KVPlusCache)
+    return use_fused_attention(model) if contestant.fused else contextlib.nullcontext()
+
+
+def _step(
+    contestant: Contestant, model: PreTrainedModel, token_ids: torch.Tensor, plan: BenchPlan, *, counted: bool
+) -> None:
     """Feeds one token and times it."""
     token = token_ids[contestant.fed_tokens : contestant.fed_tokens + 1].to(model.device)
-    began = clock_ms(model.device)
-    logits = step(model, contestant.cache, token, last_only=True)
-    took_ms = clock_ms(model.device) - began
+    with _attention(contestant, model, plan):
+        began = clock_ms(model.device)
+        logits = step(model, contestant.cache, token, last_only=True)
+        took_ms = clock_ms(model.device) - began
     contestant.fed_tokens += 1
     refuse_miscounted(int(contestant.cache.get_seq_length()), contestant.fed_tokens)
     contestant.log_probs = torch.log_softmax(logits[0].float().double(), dim=0)
@@ -192,6 +209,7 @@ def _figures(contestant: Contestant, reference: Contestant | None) -> Row:
         refuse_unpacked(contestant.outcome.strategy, memory, measure_memory(reference.cache).total_bytes)
     typical_ms = median(contestant.decode_ms)
     return {
+        "fused": contestant.fused,
         "decode_ms_per_token": typical_ms,
         "decode_ms_fastest": min(contestant.decode_ms),
         "decode_ms_slowest": max(contestant.decode_ms),

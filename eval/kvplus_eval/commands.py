@@ -82,12 +82,13 @@ def bench(
     text: Annotated[
         str | None, typer.Option(help="Text to feed, as for `kvplus eval`.", show_default="random tokens")
     ] = None,
+    fused: Annotated[bool, typer.Option(help="Read packed states directly, as `use_fused_attention` does.")] = False,
     device: Device = "auto",
     dtype: Dtype = "auto",
     out: Out = Path("kvplus-bench"),
 ) -> None:
     """Time one decoded token at given context lengths, strategies taking turns in one run."""
-    plan = BenchPlan(_lengths(context), tokens, rounds, prefill_chunk_tokens)
+    plan = BenchPlan(_lengths(context), tokens, rounds, prefill_chunk_tokens, fused)
     names = choose_strategies(strategies)
     chosen_text = None if text is None else load_text(text)
     loaded, tokenizer, source = load_model(model, device, dtype)

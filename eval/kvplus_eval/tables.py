@@ -94,7 +94,8 @@ def bench_table(rows: Sequence[Row]) -> Table:
     for row in rows:
         context = str(row["bench"]["context_tokens"])
         if row["status"] == "ok":
-            table.add_row(context, row["strategy"], *_bench_cells(row["bench"]))
+            name = f"{row['strategy']} fused" if row["bench"]["fused"] else row["strategy"]
+            table.add_row(context, name, *_bench_cells(row["bench"]))
         else:
             table.add_row(context, row["strategy"], row["status"], *[MISSING] * 5, style="dim")
     return table
