@@ -14,7 +14,7 @@ from hf_kvplus.units import MISSING, format_bytes, format_number, format_percent
 from kvplus_eval.results import SCHEMA, Row
 
 # Wide enough for the widest table when output goes to a file or a pipe, where there is no screen to ask
-PIPE_COLUMNS = 120
+PIPE_COLUMNS = 128
 SUMMARY_FIGURES = (
     "perplexity",
     "perplexity_change_percent",
