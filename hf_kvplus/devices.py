@@ -1,7 +1,8 @@
-"""Devices by name: memory, bandwidth and speed, as their makers state them, and the one at hand as measured.
+"""Devices by name: nominal memory, bandwidth and speed, and the one at hand as measured.
 
-Figures are peaks of a data sheet (dense half precision, no sparsity); what a program reaches is less. Left out:
-prices, interconnects and power.
+Figures are meant to be the peaks of data sheets (dense half precision, no sparsity), but were entered from memory and
+not compared with the sheets: take them as approximate. What a program reaches is less. Left out: prices,
+interconnects and power.
 """
 
 from __future__ import annotations
