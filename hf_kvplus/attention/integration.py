@@ -8,6 +8,10 @@ caches and everything that no kernel reads go through PyTorch's attention. No co
 
 from __future__ import annotations
 
+import inspect
+import re
+import sys
+from functools import lru_cache
 from types import TracebackType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -31,6 +35,9 @@ KERNELS = ("auto", "reference")
 # With more queries at once decoding pays: it is shared by all of them.
 MOST_QUERIES = 32
 
+# A model's own code that asks whether its attention is called "sdpa".
+DEPENDS_ON_NAME = re.compile(r"_attn_implementation\s*(?:==|!=|in\b|not in\b)[^\n]*[\"']sdpa[\"'][^\n:]*")
+
 logger = logging.get_logger(__name__)
 
 
@@ -43,6 +50,7 @@ class FusedAttention:
     """
 
     def __init__(self, model: PreTrainedModel, kernel: str) -> None:
+        require_nameless(model)
         self.model = model
         self.reader = KernelReader(kernel, model)
         self.before = implementations(model.config)
@@ -154,6 +162,33 @@ def switch(model: PreTrainedModel, enabled: bool, kernel: str) -> FusedAttention
     fused = FusedAttention(model, kernel)
     vars(model)[ATTRIBUTE] = fused
     return fused
+
+
+def require_nameless(model: PreTrainedModel) -> None:
+    """Checks that no code of the model does something else for an attention that isn't called "sdpa".
+
+    Some models cut their queries or apply a sparse mask only under that name (Gemma 4, DeepSeek-V3.2); under another
+    one they compute something else without a word, whatever the cache.
+
+    Raises:
+        ValueError: If there is such code.
+    """
+    for name in sorted({type(module).__module__ for module in model.modules()}):
+        found = DEPENDS_ON_NAME.search(_source(name))
+        if found:
+            raise ValueError(
+                f"{type(model).__name__} decides by the name of its attention (`{found[0].strip()}` in {name}), so "
+                "another attention changes what it computes and it can't be fused; leave out `use_fused_attention`"
+            )
+
+
+@lru_cache(maxsize=64)
+def _source(module_name: str) -> str:
+    """Returns the source of a model's module; nothing for PyTorch's own and for code that was typed in."""
+    module = sys.modules[module_name]
+    if module_name.partition(".")[0] == "torch" or getattr(module, "__file__", None) is None:
+        return ""
+    return inspect.getsource(module)
 
 
 def implementations(config: Any) -> dict[str, Any]:

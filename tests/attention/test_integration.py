@@ -306,3 +306,27 @@ def test_importing_registers_nothing():
         "assert 'kvplus' not in AttentionInterface() and 'kvplus' not in AttentionMaskInterface()"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("kind", ["Gemma4", "Falcon"])
+def test_a_model_that_asks_for_the_attentions_name_is_refused_and_left_alone(kind):
+    tiny = {"vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    if kind == "Gemma4":
+        config = transformers.Gemma4TextConfig(
+            **tiny,
+            intermediate_size=96,
+            num_key_value_heads=2,
+            head_dim=16,
+            global_head_dim=16,
+            num_kv_shared_layers=0,
+            vocab_size_per_layer_input=128,
+            hidden_size_per_layer_input=8,
+        )
+        model = transformers.Gemma4ForCausalLM(config)
+    else:
+        model = transformers.FalconForCausalLM(transformers.FalconConfig(**tiny))
+    before = model.config._attn_implementation
+    with pytest.raises(ValueError, match="decides by the name of its attention"):
+        use_fused_attention(model)
+    assert model.config._attn_implementation == before
+    assert not model._forward_pre_hooks
