@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from transformers import PretrainedConfig
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionCacheLayerMixin
 
 from hf_kvplus.codecs import Codec
 from hf_kvplus.compat import DYNAMIC_LAYER_TYPE_MAPPING, layer_configs, layer_types_and_options
@@ -178,6 +178,14 @@ class KVPlusCache(Cache):
             if isinstance(layer, (KVLayer, RecurrentLayer)):
                 layer.check_crop(tokens_to_remove)
         super().crop(tokens_to_remove)
+
+    @property
+    def is_linear(self) -> list[bool]:
+        """Which layers hold a recurrent state alone; older transformers takes our hybrid layers for such."""
+        return [
+            isinstance(layer, LinearAttentionCacheLayerMixin) and not isinstance(layer, CacheLayerMixin)
+            for layer in self.layers
+        ]
 
     def reset(self) -> None:
         """Forgets everything and gives the memory back; the next prompt may have another batch size."""

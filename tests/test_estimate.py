@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import Gemma3TextConfig, GPT2Config, LlamaConfig, PretrainedConfig
+from transformers import Gemma3TextConfig, GPT2Config, LlamaConfig, PretrainedConfig, cache_utils
 
 from conftest import tiny_llama_config
 from hf_kvplus import build_cache, estimate_memory, measure_memory
+from hf_kvplus.compat import cache_keyword
 from hf_kvplus.probe import profile_model
 
 sys.path.insert(0, str(Path(__file__).parent / "conformance"))
@@ -30,8 +31,12 @@ STRATEGIES = (
     "int4,recent=16+window:150,sinks=4",
     "hf-static",
 )
-# Whisper builds no mask for its prompt, so no window with sinks can be put into it; the layer says so.
-PAIRS = [(name, text) for name in zoo.ZOO for text in STRATEGIES if "window" not in text or name != "Whisper"]
+# Whisper builds no mask for its prompt, so no window with sinks can be put into it; the layer says so. The same was seen
+# of models with recurrent layers on transformers 5.20; versions between it and 5.24 weren't tried.
+OLDER = cache_keyword(zoo.model("Llama")) != "cache"
+UNMASKED = ("Whisper", "Qwen3-Next", "Jamba", "LFM2") if OLDER else ("Whisper",)
+PAIRS = [(name, text) for name in zoo.ZOO for text in STRATEGIES if "window" not in text or name not in UNMASKED]
+FLOAT8 = ["hf-fp8"] if hasattr(cache_utils, "Fp8QuantizedLayer") else []
 
 GPT3_LIKE = GPT2Config(n_layer=96, n_head=96, n_embd=96 * 128, n_positions=2048)
 LLAMA_2_7B = LlamaConfig(hidden_size=4096, num_hidden_layers=32, num_attention_heads=32)
@@ -104,7 +109,7 @@ def test_transformers_quantized_caches_are_sampled(strategy):
     assert estimate.cache_bytes == pytest.approx(measure_memory(cache).total_bytes, rel=0.01)
 
 
-@pytest.mark.parametrize("strategy", ["int2", "k16v4", "hf-fp8", "fp", "window:300", "int2+window:300"])
+@pytest.mark.parametrize("strategy", ["int2", "k16v4", *FLOAT8, "fp", "window:300", "int2+window:300"])
 def test_decoded_tokens_cost_what_growth_reserves(strategy):
     config = tiny_llama_config()
     cache = build_cache(strategy, config)

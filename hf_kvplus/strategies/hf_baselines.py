@@ -9,7 +9,8 @@ from __future__ import annotations
 import importlib.util
 
 import torch
-from transformers import Cache, DynamicCache, PretrainedConfig, StaticCache
+import transformers
+from transformers import Cache, DynamicCache, PretrainedConfig, StaticCache, cache_utils
 from transformers import QuantizedCache as TransformersQuantizedCache
 
 from hf_kvplus.strategies.base import CacheFunction, standalone
@@ -40,9 +41,18 @@ for _nbits in (8, 4, 3, 2):
 
 @standalone("hf-fp8", "transformers' QuantizedCache, float8, one scale per tensor", 8.0)
 def fp8(part: Part, config: PretrainedConfig, max_length: int | None) -> Cache:
-    """Returns transformers' cache in 8-bit floating point."""
+    """Returns transformers' cache in 8-bit floating point.
+
+    Raises:
+        ValueError: If the installed transformers is too old to have it.
+    """
     part.require_no_value()
     part.require_options()
+    if not hasattr(cache_utils, "Fp8QuantizedLayer"):
+        raise ValueError(
+            f"strategy `hf-fp8` needs a transformers that has a float8 cache, as 5.24 does, found "
+            f"{transformers.__version__}; use `hf-hqq8`"
+        )
     return TransformersQuantizedCache("fp8", config)
 
 

@@ -21,6 +21,7 @@ from transformers import Cache, GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
 from hf_kvplus import build_cache
+from hf_kvplus.compat import cache_keyword
 from hf_kvplus.layer import KVLayer
 from hf_kvplus.memory import find_tensors
 
@@ -150,7 +151,7 @@ class Case:
         elif cache is None or cache.get_seq_length() == 0:
             arguments.update(self.context(tokens.shape[0]), **self._token_types(tokens))
         if cache is not None:
-            arguments["cache"] = cache
+            arguments[cache_keyword(self.model)] = cache
         return self.model(**arguments).logits
 
     def go_on(self, tokens: torch.Tensor, cache: Cache, **options: Any) -> Any:

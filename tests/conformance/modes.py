@@ -18,6 +18,7 @@ from case import LEARNABLE, NEW, PROMPT, Case, attention_layers, copied, fingerp
 from transformers import StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
+from hf_kvplus.compat import cache_keyword
 from hf_kvplus.memory import find_tensors
 
 
@@ -260,7 +261,7 @@ def streaming(case: Case) -> None:
 def returned_cache(case: Case) -> None:
     cache = case.cache()
     output = case.generate(case.tokens(), cache, output_scores=True)
-    assert output.cache is cache
+    assert output[cache_keyword(case.model)] is cache
     assert len(output.scores) == len(output.logits) == NEW
     case.check_steps(output, PROMPT)
 

@@ -44,7 +44,8 @@ def test_what_a_cache_says_of_itself_is_what_dynamic_cache_says(name):
                     case.forward(tokens, ours)
                     case.forward(tokens, theirs)
             assert len(ours) == len(theirs)
-            for fact in ("is_sliding", "is_linear", "is_dummy", "is_croppable", "is_initialized"):
+            facts = ("is_sliding", "is_linear", "is_dummy", "is_croppable", "is_initialized")
+            for fact in (fact for fact in facts if hasattr(theirs, fact)):  # older transformers know fewer
                 assert getattr(ours, fact) == getattr(theirs, fact), fact
             assert ours.get_max_length() == theirs.get_max_length()
             assert ours.get_seq_length() == theirs.get_seq_length() == (0 if tokens is None else ours.get_seq_length())
@@ -54,7 +55,8 @@ def test_what_a_cache_says_of_itself_is_what_dynamic_cache_says(name):
                         assert ours.get_mask_sizes(burst, index) == theirs.get_mask_sizes(burst, index)
         assert ours.batch_size == 2
         assert not ours.is_compileable
-        assert not any(ours.is_recording_past(index) for index in range(len(ours)))
+        if hasattr(ours, "is_recording_past"):
+            assert not any(ours.is_recording_past(index) for index in range(len(ours)))
 
 
 @pytest.mark.parametrize("name", DECODERS)
