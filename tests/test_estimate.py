@@ -31,8 +31,8 @@ STRATEGIES = (
     "int4,recent=16+window:150,sinks=4",
     "hf-static",
 )
-# Whisper builds no mask for its prompt, so no window with sinks can be put into it; the layer says so. That was seen of
-# models with recurrent layers too on transformers 5.20; versions between it and 5.24 weren't tried.
+# Whisper builds no mask for its prompt, so no window with sinks can be put into it; the layer says so. Models with
+# recurrent layers were seen to do the same on transformers 5.20; versions between it and 5.24 weren't tried.
 OLDER = cache_keyword(zoo.model("Llama")) != "cache"
 UNMASKED = ("Whisper", "Qwen3-Next", "Jamba", "LFM2") if OLDER else ("Whisper",)
 PAIRS = [(name, text) for name in zoo.ZOO for text in STRATEGIES if "window" not in text or name not in UNMASKED]
