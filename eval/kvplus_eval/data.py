@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,10 +19,16 @@ from hf_kvplus.loading import HUB_ANSWERS, hub_status
 
 DEFAULT_DATASET = "wikitext-2-raw"
 TOPICS = "pydoc-topics"
+LEAST_CHARACTERS = 1_000_000
 DATASET_ALIASES = {
     DEFAULT_DATASET: ("Salesforce/wikitext", "wikitext-2-raw-v1", "test"),
     "wikitext-103-raw": ("Salesforce/wikitext", "wikitext-103-raw-v1", "test"),
+    "pg19": ("emozilla/pg19-test", "default", "test"),
+    "c4": ("allenai/c4", "en", "validation"),
 }
+# Too large to be fetched whole: documents are read one by one until there is enough text
+STREAMED = ("pg19", "c4")
+STREAM_PREFIX = "stream:"
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".jsonl", ".json")
 
 
@@ -32,23 +39,39 @@ class EvalText:
     Args:
         name: File name, data set, or `pydoc-topics`.
         text: The text, with line ends as newlines.
+        file_sha256: SHA-256 of the file's bytes, None where it wasn't a file.
     """
 
     name: str
     text: str
+    file_sha256: str | None = None
 
     @property
     def sha256(self) -> str:
         """Names the text as it is tokenized: decoded, line ends made newlines, encoded as UTF-8."""
         return hashlib.sha256(self.text.encode()).hexdigest()
 
+    def facts(self) -> dict[str, str | int | None]:
+        """Returns what a result row says of the text."""
+        characters = len(self.text)
+        return {"name": self.name, "sha256": self.sha256, "file_sha256": self.file_sha256, "characters": characters}
 
-def load_text(choice: str | None) -> EvalText:
+    def describe(self) -> str:
+        """Says which text this is: by the digest that `sha256sum` prints, and that of the text where it differs."""
+        if self.file_sha256 is None:
+            return f"text: {self.name}, SHA-256 {self.sha256} of {len(self.text)} characters"
+        also = "" if self.file_sha256 == self.sha256 else f"; of its text with newlines as line ends {self.sha256}"
+        return f"text: {self.name}, SHA-256 of the file {self.file_sha256}{also}"
+
+
+def load_text(choice: str | None, least_characters: int = LEAST_CHARACTERS) -> EvalText:
     """Finds the text to evaluate.
 
     Args:
         choice: Path of a text or `.jsonl` file (its `text` fields), a data set as `name`, `name:config` or
-            `name:config:split`, `pydoc-topics`, or None for the default.
+            `name:config:split`, `pydoc-topics`, or None for the default. `stream:` before a data set reads only its
+            first documents, as is always done of `pg19` and `c4`.
+        least_characters: How much of a streamed data set is enough; whole documents are taken.
 
     Returns:
         The text, not empty.
@@ -67,7 +90,7 @@ def load_text(choice: str | None) -> EvalText:
     elif choice == TOPICS:
         found = _python_topics()
     else:
-        found = _read_dataset(choice)
+        found = _read_dataset(choice, least_characters)
     if not found.text.strip():
         raise ValueError(f"text `{choice}` is empty; give a file or data set with at least one window of text")
     return found
@@ -121,13 +144,14 @@ def _read_file(path: Path) -> EvalText:
     """Reads a UTF-8 file, or the `text` fields of a JSON-lines file."""
     if not path.is_file():
         raise FileNotFoundError(f"text `{path}`: no such file")
+    content = path.read_bytes()
     try:
-        text = path.read_text(encoding="utf-8")
+        text = content.decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
     except UnicodeDecodeError as error:
         raise ValueError(f"text `{path}` isn't UTF-8 text: {error.reason} at byte {error.start}") from error
     if path.suffix == ".jsonl":
         text = "\n\n".join(_json_text(path, number, line) for number, line in enumerate(text.splitlines(), 1) if line)
-    return EvalText(path.name, text)
+    return EvalText(path.name, text, hashlib.sha256(content).hexdigest())
 
 
 def _json_text(path: Path, number: int, line: str) -> str:
@@ -148,13 +172,15 @@ def _python_topics() -> EvalText:
     return EvalText(TOPICS, "\n\n".join(topics[name] for name in sorted(topics)))
 
 
-def _read_dataset(choice: str) -> EvalText:
+def _read_dataset(choice: str, least_characters: int) -> EvalText:
     """Reads the `text` column of a data set from the hub or its local cache."""
     try:
         import datasets
     except ModuleNotFoundError as error:
         raise ImportError(f'text `{choice}` is a data set and needs: pip install "hf_kvplus[eval]"') from error
-    repo_id, *rest = DATASET_ALIASES.get(choice, choice.split(":"))
+    name = choice.removeprefix(STREAM_PREFIX)
+    streamed = name in STREAMED or choice != name
+    repo_id, *rest = DATASET_ALIASES.get(name, name.split(":"))
     config_name = rest[0] if rest else None
     split = rest[1] if len(rest) > 1 else "test"
     status = hub_status(repo_id, "dataset")
@@ -166,9 +192,24 @@ def _read_dataset(choice: str) -> EvalText:
         raise FileNotFoundError(missing)
     try:
         # Without a hub this still finds what an earlier run left in the local cache
-        rows = datasets.load_dataset(repo_id, config_name, split=split)
+        rows = datasets.load_dataset(repo_id, config_name, split=split, streaming=streamed)
     except (ConnectionError, FileNotFoundError) as error:
         raise FileNotFoundError(missing) from error
-    if "text" not in rows.column_names:
+    if rows.column_names is not None and "text" not in rows.column_names:
         raise ValueError(f"text `{choice}`: the data set has no column `text`, only {', '.join(rows.column_names)}")
-    return EvalText(f"{repo_id}:{config_name}:{split}", "\n\n".join(rows["text"]))
+    full_name = f"{repo_id}:{config_name}:{split}"
+    if not streamed:
+        return EvalText(full_name, "\n\n".join(rows["text"]))
+    documents = take_documents((row["text"] for row in rows), least_characters)
+    return EvalText(f"{full_name} (first {len(documents)} documents)", "\n\n".join(documents))
+
+
+def take_documents(documents: Iterable[str], least_characters: int) -> list[str]:
+    """Returns the first documents that together have at least so many characters, or all of them."""
+    taken, characters = [], 0
+    for document in documents:
+        taken.append(document)
+        characters += len(document)
+        if characters >= least_characters:
+            break
+    return taken

@@ -1,13 +1,14 @@
-"""One evaluation from start to end: reference, quality of every strategy, then times in turns, then rows.
+"""One evaluation from start to end: reference, gate, read-back, quality, planted facts, times in turns, then rows.
 
-Strategies fail alone. Left out: resuming in the middle of a strategy; the reference, which costs most, is resumed
-window by window.
+Strategies fail alone. Every finished piece of work is kept in a journal, so that a run that was stopped goes on where
+it was; of several processes each does its part of windows and facts, and the first one alone does what must not be
+disturbed. Left out: timing in several processes, which would compete.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -15,19 +16,26 @@ from pathlib import Path
 import torch
 import transformers
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_kvplus.loading import ModelSource
 from hf_kvplus.units import format_bytes
 from kvplus_eval.data import EvalText
-from kvplus_eval.guards import refuse_unread
+from kvplus_eval.gate import check_gate
+from kvplus_eval.guards import RefusedError, refuse_unread
+from kvplus_eval.journal import Journal, code_digest
+from kvplus_eval.measured import WindowScores
+from kvplus_eval.noise import measure_noise
 from kvplus_eval.outcome import Outcome
-from kvplus_eval.protocol import REFERENCE_STRATEGY, Protocol
+from kvplus_eval.passes import answer_tasks, time_all, watch_memory
+from kvplus_eval.processes import Processes
+from kvplus_eval.progress import Bars
+from kvplus_eval.protocol import Protocol, is_ours, keeps_every_token
+from kvplus_eval.readback import read_back, record_states
 from kvplus_eval.reference import ReferenceStore
 from kvplus_eval.results import Row, eval_row, run_facts
-from kvplus_eval.runner import measure_quality, record_reference
-from kvplus_eval.timing import add_times, rotated, share_reference_text, time_once
+from kvplus_eval.runner import make_cache, record_reference, score_window
+from kvplus_eval.work import count_work
 
 
 @dataclass(frozen=True)
@@ -41,7 +49,10 @@ class Job:
         windows: Token ids, each of shape (window_tokens,).
         strategies: Strategy strings.
         protocol: How to feed and time.
-        folder: Where the reference is kept.
+        folder: Where the reference and unfinished work are kept.
+        tokenizer: The model's tokenizer, which planted facts need.
+        suite: Name of the suite that the protocol came from, None without one.
+        fresh: Whether to throw away what an interrupted run left.
     """
 
     model: PreTrainedModel
@@ -51,27 +62,56 @@ class Job:
     strategies: Sequence[str]
     protocol: Protocol
     folder: Path
+    tokenizer: PreTrainedTokenizerBase | None = None
+    suite: str | None = None
+    fresh: bool = False
 
 
-def run_evaluation(job: Job, console: Console) -> list[Row]:
+@dataclass(frozen=True)
+class Finished:
+    """An evaluation that came to its end.
+
+    Args:
+        rows: One row a strategy, in order, whatever became of it.
+        journal: What it kept on the way, to be closed once the rows are written.
+    """
+
+    rows: list[Row]
+    journal: Journal | None
+
+
+def run_evaluation(job: Job, console: Console, processes: Processes | None = None) -> Finished:
     """Evaluates all strategies of a job.
 
     Args:
         job: What to evaluate.
         console: Where progress is shown.
+        processes: This process among those that share the work; alone if None.
 
     Returns:
-        One row a strategy, in order, whatever became of it.
+        The rows, which every process gets, and the journal.
     """
-    facts = run_facts(job.model, job.source)
+    processes = processes or Processes()
+    facts = run_facts(job.model, job.source, processes.count)
     outcomes = [Outcome(strategy) for strategy in job.strategies]
     refuse_all(outcomes, job.protocol)
+    journal = None
     if any(outcome.status == "ok" for outcome in outcomes):
-        with _progress(console) as progress:
-            store = _reference(job, progress)
-            _quality(job, outcomes, store, progress)
-            _times(job, outcomes, progress)
-    return [eval_row(facts, outcome, job.text, job.protocol) for outcome in outcomes]
+        journal = _open_journal(job, processes, console)
+        facts = {**facts, "run": journal.run, "date": journal.date}
+        with Bars(console, count_work(job.protocol, job.strategies, processes)) as bars:
+            store = _reference(job, processes, bars)
+            _gate(job, outcomes, store, processes)
+            _read_back(job, outcomes, processes, bars)
+            _quality(job, outcomes, store, journal, processes, bars)
+            _noise(job, outcomes, store, journal, processes, bars)
+            answer_tasks(job, outcomes, journal, processes, bars)
+            if processes.is_first:
+                time_all(job, outcomes, journal, bars)
+                watch_memory(job, outcomes, journal, bars)
+            for outcome in outcomes:
+                outcome.agree(processes)
+    return Finished([eval_row(facts, outcome, job.text, job.protocol, job.suite) for outcome in outcomes], journal)
 
 
 def refuse_all(outcomes: Sequence[Outcome], protocol: Protocol) -> None:
@@ -96,65 +136,125 @@ def question(job: Job) -> dict[str, object]:
     }
 
 
-def _progress(console: Console) -> Progress:
-    """Makes progress bars; they stay on screen as a record of what ran."""
-    columns = (TextColumn("{task.description:<22}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    return Progress(*columns, TimeRemainingColumn(), console=console)
+def _open_journal(job: Job, processes: Processes, console: Console) -> Journal:
+    """Finds what an interrupted run left, and says so; the first process opens before the others do."""
+    asked = {**question(job), "protocol": asdict(job.protocol), "code": code_digest(), "kind": "eval"}
+    open_it = partial(Journal.open, job.folder, asked)
+    journal = open_it(fresh=job.fresh) if processes.is_first else None
+    processes.gather(None)
+    journal = journal or open_it()
+    # Machines without a common disk each have a journal of their own; the run is the first one's
+    run, date, found = processes.from_first((journal.run, journal.date, journal.count()))
+    if found:
+        console.print(f"going on with run {run}, begun {date}: {found} pieces of work are there", soft_wrap=True)
+    return Journal(journal.folder, run, date)
 
 
-def _reference(job: Job, progress: Progress) -> ReferenceStore:
+def _reference(job: Job, processes: Processes, bars: Bars) -> ReferenceStore:
     """Computes the reference, or finds what an earlier run left, and says where it lies and how large it is."""
     store = ReferenceStore.open(job.folder / "reference", question(job), job.protocol.predicted_tokens)
-    reused = sum(store.has(index) for index in range(len(job.windows)))
-    task = progress.add_task("reference", total=_total_tokens(job))
-    record_reference(job.model, job.windows, job.protocol, store, lambda done: progress.advance(task, done))
-    progress.console.print(
+    mine = processes.mine(job.windows)
+    reused = sum(processes.gather(sum(store.has(index) for index, _ in mine)))
+    with bars.task("reference", len(mine) * job.protocol.window_tokens) as advance:
+        for index, token_ids in mine:
+            record_reference(index, job.model, token_ids, job.protocol, store)
+            advance(len(token_ids))
+    processes.gather(None)
+    bars.say(
         f"reference log-probabilities: {format_bytes(store.stored_bytes())} in {store.folder} "
-        f"({reused} of {len(job.windows)} windows reused from an earlier run)",
-        soft_wrap=True,
+        f"({reused} of {len(job.windows)} windows reused from an earlier run)"
     )
     return store
 
 
-def _quality(job: Job, outcomes: Sequence[Outcome], store: ReferenceStore, progress: Progress) -> None:
-    """Runs the quality pass of every strategy; a log that shows no bars gets a line for each."""
+def _gate(job: Job, outcomes: Sequence[Outcome], store: ReferenceStore, processes: Processes) -> None:
+    """Refuses all caches of this package where `fp` isn't what `dynamic` is."""
+    reason = None
+    if processes.is_first and any(is_ours(outcome.strategy) for outcome in outcomes):
+        gate = Outcome("gate")
+        gate.attempt(lambda: check_gate(job.model, job.windows[0], job.protocol, store) and None)
+        reason = gate.reason
+    reason = processes.from_first(reason)
     for outcome in outcomes:
-        task = progress.add_task(outcome.strategy, total=_total_tokens(job))
+        if reason is not None and is_ours(outcome.strategy):
+            outcome.attempt(partial(_refuse, reason))
+
+
+def _refuse(reason: str) -> None:
+    raise RefusedError(reason)
+
+
+def _read_back(job: Job, outcomes: Sequence[Outcome], processes: Processes, bars: Bars) -> None:
+    """Feeds every cache known states and refuses those that give back other ones."""
+    if processes.is_first:
+        states = record_states(job.model, job.windows[0])
+        with bars.task("reading back", len(outcomes), counted=False) as advance:
+            for outcome in outcomes:
+                build = partial(make_cache, outcome.strategy, job.model, job.protocol.longest_tokens)
+                outcome.attempt(partial(_read_back_one, outcome, build, states))
+                advance(1)
+    for outcome in outcomes:
+        outcome.agree(processes)
+
+
+def _read_back_one(outcome: Outcome, build: partial, states: dict) -> None:
+    found = read_back(build, states, keeps_all=keeps_every_token(outcome.strategy))
+    outcome.measured.layers, outcome.measured.findings = found.layers, found.findings
+
+
+def _quality(
+    job: Job,
+    outcomes: Sequence[Outcome],
+    store: ReferenceStore,
+    journal: Journal,
+    processes: Processes,
+    bars: Bars,
+) -> None:
+    """Runs this process's windows through every strategy, then puts those of all processes together."""
+    for outcome in outcomes:
         began_s = time.perf_counter()
-        outcome.attempt(partial(_quality_of, outcome, job, store, partial(progress.advance, task)))
-        if not progress.console.is_terminal:
-            progress.console.print(f"{outcome.strategy}: {outcome.status}, {time.perf_counter() - began_s:.0f} s")
+        pieces: dict[int, dict] = {}
+        mine = processes.mine(job.windows)
+        with bars.task(outcome.strategy, len(mine) * job.protocol.window_tokens) as advance:
+            for index, token_ids in mine:
+                outcome.attempt(partial(_score, outcome, index, token_ids, job, store, journal, pieces, advance))
+        pieces = outcome.agree(processes, pieces)
+        if outcome.status == "ok":
+            for index in sorted(pieces):
+                outcome.measured.add_window(WindowScores.unpack(pieces[index]))
+        bars.log(f"{outcome.strategy}: {outcome.status}, {time.perf_counter() - began_s:.0f} s")
 
 
-def _quality_of(outcome: Outcome, job: Job, store: ReferenceStore, advance: Callable[[int], None]) -> None:
-    """Runs the quality pass of one strategy and keeps what was measured."""
-    outcome.measured = measure_quality(outcome.strategy, job.model, job.windows, job.protocol, store, advance)
-
-
-def _times(job: Job, outcomes: Sequence[Outcome], progress: Progress) -> None:
-    """Times all strategies that are still in the run, in turns, and compares their greedy text."""
-    rounds, token_ids = job.protocol.timing_rounds, job.windows[0]
-    by_name = {outcome.strategy: outcome for outcome in outcomes if outcome.status == "ok"}
-    if not rounds or not by_name:
+def _score(outcome, index, token_ids, job, store, journal, pieces, advance) -> None:
+    """Scores one window, or takes it from the journal."""
+    key = ("window", outcome.strategy, index)
+    if journal.has(*key):
+        pieces[index] = journal.load(*key)
+        advance(len(token_ids))
         return
-    task = progress.add_task("timing, in turns", total=rounds * len(by_name))
-    for turn in range(rounds):
-        for strategy in rotated(list(by_name), turn):
-            outcome = by_name[strategy]
-            outcome.attempt(partial(add_times, turn, strategy, outcome.measured, job.model, token_ids, job.protocol))
-            progress.advance(task)
-    share_reference_text((outcome.measured for outcome in by_name.values()), _reference_text(job, by_name))
+    scores = score_window(outcome.strategy, index, job.model, token_ids, job.protocol, store, advance)
+    pieces[index] = scores.pack()
+    journal.save(pieces[index], *key)
 
 
-def _reference_text(job: Job, by_name: dict[str, Outcome]) -> list[int]:
-    """Returns the reference's greedy text, decoding it where the reference isn't among the strategies."""
-    if REFERENCE_STRATEGY in by_name and by_name[REFERENCE_STRATEGY].status == "ok":
-        return by_name[REFERENCE_STRATEGY].measured.greedy_ids
-    _, _, greedy_ids = time_once(
-        REFERENCE_STRATEGY, job.model, job.windows[0], job.protocol, decoded_tokens=job.protocol.greedy_tokens
-    )
-    return greedy_ids
-
-
-def _total_tokens(job: Job) -> int:
-    return len(job.windows) * job.protocol.window_tokens
+def _noise(job, outcomes, store, journal, processes, bars) -> None:
+    """Measures how far the reference is from itself, which is then beside every strategy's loss."""
+    noise: dict[str, float] = {}
+    if processes.is_first:
+        chosen = list(enumerate(job.windows))[: job.protocol.noise_windows]
+        for kind in job.protocol.noise:
+            values = []
+            with bars.task(f"noise: {kind}", len(chosen) * job.protocol.window_tokens) as advance:
+                for index, token_ids in chosen:
+                    if index % processes.count:
+                        # Machines without a common disk have the reference of their own windows only
+                        record_reference(index, job.model, token_ids, job.protocol, store)
+                    key = ("noise", kind, index)
+                    if not journal.has(*key):
+                        value = measure_noise(kind, index, job.model, token_ids, job.protocol, store, advance)
+                        journal.save(value, *key)
+                    values.append(journal.load(*key))
+            noise[kind] = sum(values) / len(values)
+    noise = processes.from_first(noise)
+    for outcome in outcomes:
+        outcome.measured.noise = noise

@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import re
 
+import torch
+
 from hf_kvplus import MemoryBreakdown
 from hf_kvplus.strategies.build import find_strategy
-from hf_kvplus.strategies.grammar import parse
+from hf_kvplus.strategies.grammar import Part, parse
 from kvplus_eval.protocol import Protocol
 
 FULL_PRECISION_BITS = 16
+# What is left of KL in float64 between equal float32 outputs; the largest of 2047 positions is about 1e-13
+LOSSLESS_NATS = 1e-11
 
 
 class RefusedError(RuntimeError):
@@ -69,14 +73,38 @@ def refuse_unpacked(strategy: str, memory: MemoryBreakdown, full_bytes: int) -> 
         raise RefusedError(f"{claim}, but its cache takes {memory.total_bytes} bytes and the full cache {full_bytes}")
 
 
+def refuse_lossless(strategy: str, divergence: torch.Tensor) -> None:
+    """Refuses a strategy that claims to quantize and whose output is the full cache's to the last digit.
+
+    Such a cache packs something, and then lets attention read the states as they were before.
+
+    Args:
+        strategy: The strategy, whose claim is looked up.
+        divergence: KL to the full cache by position, in nats, shape (positions,).
+
+    Raises:
+        RefusedError: If no position moved.
+    """
+    claimed_bits = claimed_stored_bits(strategy)
+    if claimed_bits is None or claimed_bits >= FULL_PRECISION_BITS:
+        return
+    if float(divergence.max()) < LOSSLESS_NATS:
+        raise RefusedError(
+            f"returns unquantized states: `{strategy}` claims {claimed_bits:g} bits an element, and no output moved"
+        )
+
+
 def claimed_stored_bits(strategy: str) -> float | None:
     """Returns the bits an element that a strategy claims, by its registered entry or its name; None for no claim."""
-    claims = [_claimed_by_part(part.name) for part in parse(strategy)]
+    claims = [_claimed_by_part(part) for part in parse(strategy)]
     found = [claim for claim in claims if claim is not None]
     return min(found) if found else None
 
 
-def _claimed_by_part(name: str) -> float | None:
-    """Returns what one part claims; a pair such as `k8v4` claims the mean of its two widths."""
+def _claimed_by_part(part: Part) -> float | None:
+    """Returns what one part claims; a pair such as `k8v4` claims the mean of its widths, an adapter its `bits`."""
+    name = part.name
+    if "bits" in part.options:
+        return float(part.options["bits"])
     pair = re.fullmatch(r"k(\d+)v(\d+)", name)
     return (int(pair[1]) + int(pair[2])) / 2 if pair else find_strategy(name).info.stored_bits

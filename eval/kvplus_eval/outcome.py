@@ -5,9 +5,11 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from kvplus_eval.guards import RefusedError
 from kvplus_eval.measured import Measured
+from kvplus_eval.processes import Processes
 
 # What a cache under test can raise. Named one by one, so that an interrupt or an exit still ends the run.
 STRATEGY_ERRORS = (
@@ -53,6 +55,23 @@ class Outcome:
         except STRATEGY_ERRORS as error:
             self.status, self.reason = "failed", f"{type(error).__name__}: {error}"
             self.trace = traceback.format_exc()
+
+    def agree(self, processes: Processes, pieces: dict[int, Any] | None = None) -> dict[int, Any]:
+        """Tells the other processes what became of the strategy here, and hears the same from them.
+
+        Args:
+            processes: Those that share the work; all must call this.
+            pieces: What this process has found, by number.
+
+        Returns:
+            What all have found. The first status that isn't ok becomes everybody's.
+        """
+        joined: dict[int, Any] = {}
+        for status, reason, trace, found in processes.gather((self.status, self.reason, self.trace, pieces or {})):
+            if self.status == "ok" and status != "ok":
+                self.status, self.reason, self.trace = status, reason, trace
+            joined.update(found)
+        return joined
 
     def facts(self) -> dict[str, str | None]:
         """Returns the part of a result row that says what became of the strategy."""

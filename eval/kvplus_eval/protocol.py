@@ -10,11 +10,17 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedConfig
 
-from hf_kvplus.checks import require_at_least
+from hf_kvplus.checks import require_at_least, require_choice
 from hf_kvplus.strategies.build import find_strategy
 from hf_kvplus.strategies.grammar import parse, split_list
 
 REFERENCE_STRATEGY = "dynamic"
+# Below this, the fact and its question would fill the context
+SHORTEST_TASK_TOKENS = 128
+TASK_ANSWER_TOKENS = 64
+# Steps that are decoded at each context length, the first ones to warm up
+CONTEXT_STEPS = 64
+NOISE_KINDS = ("chunking", "dtype")
 
 
 @dataclass(frozen=True)
@@ -29,6 +35,14 @@ class Protocol:
         decode_tokens: Greedy tokens decoded and timed after a window.
         greedy_tokens: Length of the greedy text that is compared with the reference's.
         timing_rounds: How often every strategy is timed, in turn; 0 leaves out timing and greedy text.
+        contexts: Context lengths at which the time of one token is taken, ascending; none leaves that out.
+        tasks: Tasks with planted facts, names from `kvplus_eval.tasks`.
+        task_lengths: Lengths of their contexts in tokens.
+        task_depths: Where the fact lies, from 0 (beginning) to 1 (end).
+        task_samples: Facts at each length and depth.
+        noise: Against what the model is compared with itself: `chunking`, `dtype`.
+        noise_windows: Windows of that comparison.
+        peak_memory: Whether each strategy runs once in a process of its own, whose memory is watched.
     """
 
     windows: int = 4
@@ -38,6 +52,14 @@ class Protocol:
     decode_tokens: int = 16
     greedy_tokens: int = 64
     timing_rounds: int = 3
+    contexts: tuple[int, ...] = ()
+    tasks: tuple[str, ...] = ()
+    task_lengths: tuple[int, ...] = (1024,)
+    task_depths: tuple[float, ...] = (0.1, 0.5, 0.9)
+    task_samples: int = 1
+    noise: tuple[str, ...] = ()
+    noise_windows: int = 1
+    peak_memory: bool = False
 
     def __post_init__(self) -> None:
         """Checks each number on its own; whether chunks fit the window is a guard's business."""
@@ -45,6 +67,15 @@ class Protocol:
             require_at_least(name, getattr(self, name), minimum)
         for name, minimum in (("decode_tokens", 1), ("greedy_tokens", 0), ("timing_rounds", 0)):
             require_at_least(name, getattr(self, name), minimum)
+        for name, minimum in (("task_samples", 1), ("noise_windows", 1)):
+            require_at_least(name, getattr(self, name), minimum)
+        for length in self.task_lengths:
+            require_at_least("task_lengths", length, SHORTEST_TASK_TOKENS)
+        for depth in self.task_depths:
+            if not 0 <= depth <= 1:
+                raise ValueError(f"`task_depths` must lie between 0 and 1, got {depth}")
+        for kind in self.noise:
+            require_choice("noise", kind, NOISE_KINDS)
 
     @property
     def predicted_tokens(self) -> int:
@@ -55,6 +86,13 @@ class Protocol:
     def longest_tokens(self) -> int:
         """The most tokens that one cache ever holds."""
         return self.window_tokens + max(self.decode_tokens, self.greedy_tokens)
+
+    @property
+    def most_positions(self) -> int:
+        """The most positions that any part of the evaluation asks of the model."""
+        timed = self.longest_tokens if self.timing_rounds else self.window_tokens
+        tasks = max(self.task_lengths, default=0) + TASK_ANSWER_TOKENS if self.tasks else 0
+        return max(timed, tasks, *self.contexts, 0) + (CONTEXT_STEPS if self.contexts else 0)
 
 
 def choose_strategies(text: str) -> list[str]:
@@ -79,6 +117,17 @@ def choose_strategies(text: str) -> list[str]:
     if doubled:
         raise ValueError(f"`strategies` must name each strategy once, got {', '.join(doubled)} more than once")
     return strategies
+
+
+def is_ours(strategy: str) -> bool:
+    """Whether a strategy is a cache of this package, and not transformers' or somebody else's."""
+    return all(find_strategy(part.name).info.composable for part in parse(strategy))
+
+
+def keeps_every_token(strategy: str) -> bool:
+    """Whether a strategy promises that every token's own states, quantized or not, come back from every head."""
+    parts = parse(strategy)
+    return not any(part.name in ("window", "gqa") or "evicts" in part.options for part in parts)
 
 
 def require_positions(config: PreTrainedConfig, tokens: int) -> None:

@@ -19,6 +19,8 @@ from pathlib import Path
 import numpy
 import torch
 
+from kvplus_eval.journal import write_whole
+
 FORMAT_VERSION = 1
 FINGERPRINT_LETTERS = 16
 
@@ -50,7 +52,7 @@ class ReferenceStore:
         text = json.dumps({"format": FORMAT_VERSION, **question}, sort_keys=True)
         folder = root / f"reference-{hashlib.sha256(text.encode()).hexdigest()[:FINGERPRINT_LETTERS]}"
         folder.mkdir(parents=True, exist_ok=True)
-        _write_whole(folder / "question.json", text)
+        write_whole(folder / "question.json", text.encode())
         return cls(folder, positions)
 
     def has(self, window: int) -> bool:
@@ -91,7 +93,7 @@ class ReferenceStore:
                 f"the reference needs {needed_bytes} bytes a window in {self.folder}, {free_bytes} are free; "
                 "give another --out or fewer --window-tokens"
             )
-        partial = self._array(window).with_suffix(".partial")
+        partial = self._array(window).with_suffix(f".partial-{os.getpid()}")
         rows = numpy.lib.format.open_memmap(partial, mode="w+", dtype=numpy.float32, shape=(self.positions, vocab))
         yield rows
         rows.flush()
@@ -105,17 +107,10 @@ class ReferenceStore:
             window: Which window.
             full_bytes: Bytes of the reference cache at its end.
         """
-        _write_whole(self._note(window), json.dumps({"full_bytes": full_bytes}))
+        write_whole(self._note(window), json.dumps({"full_bytes": full_bytes}).encode())
 
     def _array(self, window: int) -> Path:
         return self.folder / f"window-{window:04d}.npy"
 
     def _note(self, window: int) -> Path:
         return self.folder / f"window-{window:04d}.json"
-
-
-def _write_whole(path: Path, text: str) -> None:
-    """Writes a file so that a reader sees all of it or none."""
-    partial = path.with_suffix(".partial-json")
-    partial.write_text(text)
-    os.replace(partial, path)

@@ -8,11 +8,20 @@ Schema `kvplus-eval/1`, kind `eval`:
     claimed_bits, plan        bits that the strategy's entry claims or null; one line a layer from the cache
     metrics, units            figure -> number or null (empty unless ok); figure -> {unit, better}
     curve                     [tokens, bytes] after each chunk of the first window
+    windows                   column of positions -> its mean in each window, for paired comparisons
+    contexts                  one object a context length: context_tokens, decode_ms_per_token, prefill_ms, cache_bytes
+    tasks                     one object an answer: task, length_tokens, depth, sample, exact, nats
+    layers                    one object a layer read back: layer, key_error, value_error (relative)
+    findings                  faults that don't void the figures, in words
     model                     name, how, revision, dtype, parameters, attention
-    text                      name, sha256 (of the decoded text, UTF-8, newlines as line ends), characters
-    protocol                  the fields of `Protocol`
-    versions, device          library -> version or null; type, name, threads
+    text                      name, sha256 (of the decoded text, UTF-8, newlines as line ends), file_sha256 (of the
+                              file's bytes, as sha256sum prints it; null without a file), characters
+    suite, protocol           name of the suite or null; the fields of `Protocol`
+    versions, device          library -> version or null; type, name, threads, processes
     git_commit                of this package's checkout, with `+changes` when files differ, or null
+
+Version 1 may gain keys, which older rows lack; a key that changes its meaning or goes makes version 2.
+docs/evaluation.md says more.
 
 Rows of kind `bench` (in `bench.jsonl`) share schema, kind, run, date, strategy, status, reason, traceback, model,
 versions, device and git_commit, and have `bench` (see `kvplus_eval.bench`) instead of the rest.
@@ -58,12 +67,13 @@ LIBRARIES = (
 Row = dict[str, Any]
 
 
-def run_facts(model: PreTrainedModel, source: ModelSource) -> Row:
+def run_facts(model: PreTrainedModel, source: ModelSource, processes: int = 1) -> Row:
     """Collects what all rows of a run share.
 
     Args:
         model: The model.
         source: Where it came from.
+        processes: How many processes share the work.
 
     Returns:
         The shared part of a row.
@@ -79,12 +89,12 @@ def run_facts(model: PreTrainedModel, source: ModelSource) -> Row:
             "attention": model.config._attn_implementation,
         },
         "versions": library_versions(),
-        "device": device_facts(model.device),
+        "device": {**device_facts(model.device), "processes": processes},
         "git_commit": git_commit(),
     }
 
 
-def eval_row(facts: Row, outcome: Outcome, text: EvalText, protocol: Protocol) -> Row:
+def eval_row(facts: Row, outcome: Outcome, text: EvalText, protocol: Protocol, suite: str | None = None) -> Row:
     """Makes the row of one strategy.
 
     Args:
@@ -92,6 +102,7 @@ def eval_row(facts: Row, outcome: Outcome, text: EvalText, protocol: Protocol) -
         outcome: What came of the strategy.
         text: The text.
         protocol: How it was fed.
+        suite: Name of the suite that the protocol came from.
 
     Returns:
         The row; figures only where the outcome is ok.
@@ -106,7 +117,13 @@ def eval_row(facts: Row, outcome: Outcome, text: EvalText, protocol: Protocol) -
         "metrics": summarize(outcome.measured) if good else {},
         "units": column_units(),
         "curve": outcome.measured.curve if good else [],
-        "text": {"name": text.name, "sha256": text.sha256, "characters": len(text.text)},
+        "windows": outcome.measured.window_means() if good else {},
+        "contexts": outcome.measured.contexts if good else [],
+        "tasks": outcome.measured.answers if good else [],
+        "layers": outcome.measured.layers if good else [],
+        "findings": outcome.measured.findings if good else [],
+        "text": text.facts(),
+        "suite": suite,
         "protocol": asdict(protocol),
     }
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 import torch
 from transformers import Cache, PreTrainedModel
@@ -15,6 +16,23 @@ from transformers import Cache, PreTrainedModel
 from kvplus_eval.measured import Measured
 from kvplus_eval.protocol import Protocol
 from kvplus_eval.runner import make_cache, step
+
+
+@dataclass
+class Times:
+    """One round of one strategy.
+
+    Args:
+        prefill_ms: Milliseconds of prefill.
+        ttft_ms: Milliseconds from the prompt to its first token.
+        decode_ms: Milliseconds of each decoded token.
+        greedy_ids: The tokens.
+    """
+
+    prefill_ms: float
+    ttft_ms: float = 0.0
+    decode_ms: list[float] = field(default_factory=list)
+    greedy_ids: list[int] = field(default_factory=list)
 
 
 def rotated(names: list[str], turn: int) -> list[str]:
@@ -49,7 +67,7 @@ def prefill(model: PreTrainedModel, cache: Cache, token_ids: torch.Tensor, chunk
 
 def time_once(
     strategy: str, model: PreTrainedModel, token_ids: torch.Tensor, protocol: Protocol, *, decoded_tokens: int
-) -> tuple[float, list[float], list[int]]:
+) -> Times:
     """Prefills a fresh cache with one window and decodes greedily after it.
 
     Args:
@@ -60,21 +78,23 @@ def time_once(
         decoded_tokens: How many tokens to decode.
 
     Returns:
-        Milliseconds of prefill, milliseconds of each decoded token, and the tokens.
+        The times, and the tokens.
     """
     with torch.inference_mode():
         cache = make_cache(strategy, model, protocol.longest_tokens)
         began = clock_ms(model.device)
         logits = prefill(model, cache, token_ids, protocol.prefill_chunk_tokens)
         ended = clock_ms(model.device)
-        prefill_ms, decode_ms, greedy_ids = ended - began, [], []
-        for _ in range(decoded_tokens):
+        times = Times(prefill_ms=ended - began)
+        for number in range(decoded_tokens):
             token = logits.argmax(dim=1)
-            greedy_ids.append(int(token))
-            began = clock_ms(model.device)
+            times.greedy_ids.append(int(token))
+            if number == 0:
+                times.ttft_ms = clock_ms(model.device) - began
+            step_began = clock_ms(model.device)
             logits = step(model, cache, token, last_only=True)
-            decode_ms.append(clock_ms(model.device) - began)
-    return prefill_ms, decode_ms, greedy_ids
+            times.decode_ms.append(clock_ms(model.device) - step_began)
+    return times
 
 
 def share_reference_text(measured: Iterable[Measured], greedy_ids: list[int]) -> None:
@@ -83,27 +103,17 @@ def share_reference_text(measured: Iterable[Measured], greedy_ids: list[int]) ->
         one.reference_greedy_ids = greedy_ids if one.greedy_ids else []
 
 
-def add_times(
-    turn: int,
-    strategy: str,
-    measured: Measured,
-    model: PreTrainedModel,
-    token_ids: torch.Tensor,
-    protocol: Protocol,
-) -> None:
-    """Times a strategy once and adds the times to its measurements; the first round also keeps the greedy text.
+def add_times(measured: Measured, times: Times, turn: int, protocol: Protocol) -> None:
+    """Adds the times of one round to a strategy's measurements; the first round also keeps the greedy text.
 
     Args:
+        measured: The strategy's measurements.
+        times: What was timed.
         turn: Number of the round, from 0.
-        strategy: A strategy string.
-        measured: Its measurements.
-        model: The model.
-        token_ids: The window, shape (window_tokens,).
-        protocol: What to time.
+        protocol: How many of the decoded tokens count.
     """
-    longest = max(protocol.decode_tokens, protocol.greedy_tokens) if turn == 0 else protocol.decode_tokens
-    prefill_ms, decode_ms, greedy_ids = time_once(strategy, model, token_ids, protocol, decoded_tokens=longest)
-    measured.prefill_ms.append(prefill_ms)
-    measured.decode_ms.extend(decode_ms[: protocol.decode_tokens])
+    measured.prefill_ms.append(times.prefill_ms)
+    measured.ttft_ms.append(times.ttft_ms)
+    measured.decode_ms.extend(times.decode_ms[: protocol.decode_tokens])
     if turn == 0:
-        measured.greedy_ids = greedy_ids[: protocol.greedy_tokens]
+        measured.greedy_ids = times.greedy_ids[: protocol.greedy_tokens]

@@ -28,8 +28,8 @@ def evaluate(loaded, folder, strategies, **changes):
     model, source = loaded
     windows = [torch.arange(protocol.window_tokens) * 7 % 63 for _ in range(protocol.windows)]
     job = Job(model, source, EvalText("numbers", "numbers"), windows, strategies, protocol, folder)
-    rows = run_evaluation(job, Console(quiet=True))
-    return {row["strategy"]: row for row in rows}
+    finished = run_evaluation(job, Console(quiet=True))
+    return {row["strategy"]: row for row in finished.rows}
 
 
 def swap_cache(monkeypatch, build):

@@ -53,7 +53,9 @@ def test_kl_is_of_the_reference_to_the_cache_under_test():
 def test_percentiles_come_from_the_tail():
     values = torch.zeros(1000, dtype=torch.float64)
     values[:20] = 5
-    columns = {name: [values] for name in ("kl_nats", "loss_nats", "reference_loss_nats", "top1_agrees")}
+    columns = {
+        name: [values] for name in ("kl_nats", "loss_nats", "reference_loss_nats", "top1_agrees", "top5_agrees")
+    }
     figures = summarize(Measured(positions=columns))
     assert figures["kl_median_nats"] == 0
     assert figures["kl_p99_nats"] == 5

@@ -10,7 +10,7 @@ from kvplus_eval.metrics.base import METRICS, Column, Metric
 
 @METRICS.register("kl")
 class KLDivergence(Metric):
-    """KL(reference || cache under test) of a position, in nats: mean, median and 99th percentile.
+    """KL(reference || cache under test) of a position, in nats: mean, percentiles and the worst.
 
     It sees every token of the vocabulary, so it moves before perplexity does, and can't gain from luck on the tokens
     that came. Float64 keeps the sum exact far below 1e-6.
@@ -19,7 +19,9 @@ class KLDivergence(Metric):
     columns = {
         "kl_mean_nats": Column("nats", "lower"),
         "kl_median_nats": Column("nats", "lower"),
+        "kl_p90_nats": Column("nats", "lower"),
         "kl_p99_nats": Column("nats", "lower"),
+        "kl_worst_nats": Column("nats", "lower"),
     }
 
     @staticmethod
@@ -30,10 +32,12 @@ class KLDivergence(Metric):
 
     @staticmethod
     def summarize(measured: Measured) -> dict[str, float | int | None]:
-        """Returns mean, median and 99th percentile; argument as in `Metric`."""
+        """Returns all of them; argument as in `Metric`."""
         divergence = measured.joined("kl_nats").sort().values
         return {
             "kl_mean_nats": float(divergence.mean()),
             "kl_median_nats": float(divergence[len(divergence) // 2]),
+            "kl_p90_nats": float(divergence[int(0.9 * (len(divergence) - 1))]),
             "kl_p99_nats": float(divergence[int(0.99 * (len(divergence) - 1))]),
+            "kl_worst_nats": float(divergence[-1]),
         }

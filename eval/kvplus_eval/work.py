@@ -1,0 +1,67 @@
+"""How much a protocol asks for, in tokens fed through the model: for the progress bar and for `--dry-run`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvplus_eval.contexts import ROUNDS, TOKENS
+from kvplus_eval.processes import Processes
+from kvplus_eval.protocol import Protocol
+
+
+@dataclass(frozen=True)
+class Work:
+    """One part of an evaluation.
+
+    Args:
+        name: What it is.
+        tokens: Tokens fed through the model.
+        passes: Forward passes.
+        shared: Whether several processes share it.
+    """
+
+    name: str
+    tokens: int
+    passes: int
+    shared: bool = False
+
+
+def list_work(protocol: Protocol, strategies: Sequence[str]) -> list[Work]:
+    """Lists what a protocol asks for, parts that it leaves out included with 0 tokens."""
+    count, one = len(strategies), protocol.windows * protocol.window_tokens
+    chunks = protocol.windows * -(-protocol.window_tokens // protocol.chunk_tokens)
+    decoded = protocol.timing_rounds * protocol.decode_tokens + max(0, protocol.greedy_tokens - protocol.decode_tokens)
+    decoded = decoded if protocol.timing_rounds else 0
+    watched = protocol.window_tokens if protocol.peak_memory else 0
+    timed = protocol.timing_rounds * protocol.window_tokens
+    samples = len(protocol.tasks) * len(protocol.task_depths) * protocol.task_samples
+    asked = samples * sum(protocol.task_lengths)
+    steps = len(protocol.contexts) * (2 + TOKENS * ROUNDS)
+    context = max(protocol.contexts, default=0)
+    noise_windows = min(protocol.noise_windows, protocol.windows)
+    per_chunk = protocol.prefill_chunk_tokens
+    return [
+        Work("reference", one, chunks, shared=True),
+        Work("quality", count * one, count * chunks, shared=True),
+        Work("noise", len(protocol.noise) * noise_windows * protocol.window_tokens, len(protocol.noise) * chunks),
+        Work("planted facts", count * asked, count * (asked // per_chunk + 2 * samples), shared=True),
+        Work("times", count * (timed + decoded), count * (timed // per_chunk + decoded)),
+        Work("times by context", count * (context + steps), count * (context // per_chunk + steps)),
+        Work(
+            "peak memory", count * watched, count * (watched // per_chunk + protocol.decode_tokens) if watched else 0
+        ),
+    ]
+
+
+def count_work(protocol: Protocol, strategies: Sequence[str], processes: Processes) -> int:
+    """Returns the tokens that this process will see fed, so far as bars count them."""
+    total = 0
+    for work in list_work(protocol, strategies):
+        if work.name == "peak memory":
+            continue
+        if work.shared:
+            total += work.tokens // processes.count
+        elif processes.is_first:
+            total += work.tokens
+    return total
