@@ -16,7 +16,7 @@ import torch
 
 from hf_kvplus.attention import slots
 from hf_kvplus.attention.base import Scoring, heads_per_group
-from hf_kvplus.attention.threads import find_runner
+from hf_kvplus.threads import find_runner
 from hf_kvplus.codecs import Codec
 from hf_kvplus.codecs.affine import PER_CHANNEL, PER_TOKEN, AffineCodec
 from hf_kvplus.codecs.dual_scale import DualScaleCodec
