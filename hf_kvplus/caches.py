@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionCach
 from hf_kvplus.codecs import Codec
 from hf_kvplus.compat import DYNAMIC_LAYER_TYPE_MAPPING, layer_configs, layer_types_and_options
 from hf_kvplus.fingerprint import config_fields
+from hf_kvplus.gqa.projection import DEFAULT_RECENT_TOKENS, DEFAULT_SINK_TOKENS, GQA
 from hf_kvplus.hybrid import HybridKVLayer, RecurrentLayer
 from hf_kvplus.layer import KVLayer
 from hf_kvplus.policies import FullPolicy, NativeWindowPolicy, Policy, SinkWindowPolicy
@@ -28,6 +29,26 @@ RECURRENT = ("linear_attention", "conv", "mamba")
 HANDLED_LAYER_TYPES = ("full_attention", *HYBRID, *WINDOWED)
 
 
+@dataclass(frozen=True)
+class Packing:
+    """How one layer packs blocks.
+
+    Args:
+        codecs: Key codec and value codec.
+        residual_length: Most recent tokens that stay as they are.
+        num_sink_tokens: First tokens of each row that do.
+    """
+
+    codecs: tuple[Codec, ...]
+    residual_length: int
+    num_sink_tokens: int
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens in a block."""
+        return self.codecs[0].block_tokens
+
+
 class KVPlusCache(Cache):
     """A cache of `KVLayer`s, composed from parts; every other class here is a preset of it.
 
@@ -38,6 +59,7 @@ class KVPlusCache(Cache):
         config: The model's configuration; of a multimodal or encoder-decoder model the text decoder's part is used.
         quantization: How states are quantized; `None` keeps them as they are.
         window: Sinks and a window, for the layers that have full attention; `None` keeps every token.
+        gqa: How fewer heads are stored; `None` stores all. See `GQACache`.
         cross_attention: Whether this cache holds what a decoder reads of its encoder: every layer keeps all of it,
             whatever window the decoder has; see `KVPlusEncoderDecoderCache`.
 
@@ -52,16 +74,19 @@ class KVPlusCache(Cache):
         *,
         quantization: Quantization | None = None,
         window: SinkWindowPolicy | None = None,
+        gqa: GQA | None = None,
         cross_attention: bool = False,
     ) -> None:
         decoder_config = text_config(config)
         self.window = window
+        self.gqa = gqa
+        self.projection = gqa.resolve(decoder_config) if gqa else None
         self.is_encoder_decoder = bool(getattr(config, "is_encoder_decoder", False))
         self.last_updated: int | None = None
         self.cross_attention = cross_attention
         self.config_fields = config_fields(decoder_config)
         self.quantization = quantization if quantization and quantization.packs else None
-        for head_dim in config_head_dims(decoder_config) if self.quantization else ():
+        for head_dim in config_head_dims(decoder_config) if self.quantization and not gqa else ():
             for codec in self.quantization.codecs():
                 codec.check(head_dim)
         layers, self.plan = [], []
@@ -69,14 +94,33 @@ class KVPlusCache(Cache):
         if cross_attention:
             layer_types, layer_options = ["full_attention"] * len(layer_types), [{}] * len(layer_types)
         for index, (layer_type, options) in enumerate(zip(layer_types, layer_options, strict=True)):
-            layer, note = self._build_layer(layer_type, options)
+            layer, note = self._build_layer(index, layer_type, options)
             layers.append(layer)
             self.plan.append(f"layer {index} ({layer_type}): {note}")
         if window:
             self._put_windows(layers, layer_types, decoder_config)
         super().__init__(layers=layers)
 
-    def _build_layer(self, layer_type: str, options: dict[str, Any]) -> tuple[Any, str]:
+    def _packing(self, index: int) -> Packing | None:
+        """Returns how a layer packs blocks, `None` if it doesn't.
+
+        Raises:
+            ValueError: If a codec doesn't fit, or a number is given twice.
+        """
+        quantization, gqa = self.quantization, self.gqa
+        if quantization is not None:
+            recent, sinks = quantization.residual_length, quantization.num_sink_tokens
+            if gqa and (gqa.residual_length, gqa.num_sink_tokens) != (None, None):
+                raise ValueError("`gqa` with a quantization takes its recent tokens and sinks; give them there only")
+        elif gqa is not None:
+            recent = DEFAULT_RECENT_TOKENS if gqa.residual_length is None else gqa.residual_length
+            sinks = DEFAULT_SINK_TOKENS if gqa.num_sink_tokens is None else gqa.num_sink_tokens
+        codecs = quantization.codecs() if quantization else ()
+        if self.projection is not None:
+            codecs = self.projection.codecs(index, codecs)
+        return Packing(codecs, recent, sinks) if codecs else None
+
+    def _build_layer(self, index: int, layer_type: str, options: dict[str, Any]) -> tuple[Any, str]:
         """Returns one layer and what it does."""
         if layer_type in RECURRENT:
             layer = RecurrentLayer(**options)
@@ -84,18 +128,18 @@ class KVPlusCache(Cache):
         if layer_type not in HANDLED_LAYER_TYPES:
             return _transformers_layer(layer_type, options)
         policy: Policy = FullPolicy()
-        quantization, window = self.quantization, ""
+        packing, window = self._packing(index), ""
         if layer_type in WINDOWED:
             policy = NativeWindowPolicy(options["sliding_window"])
             window = f", the model's own window of {policy.sliding_window} tokens"
-            if quantization and policy.sliding_window <= quantization.residual_length + quantization.block_tokens:
-                quantization, window = None, f"{window}, which recent tokens fill"
+            if packing and policy.sliding_window <= packing.residual_length + packing.block_tokens:
+                packing, window = None, f"{window}, which recent tokens fill"
         codecs: tuple[Codec, ...] = ()
         arguments: dict[str, Any] = {"policy": policy}
-        if quantization is not None:
-            codecs = quantization.codecs()
-            arguments["residual_length"] = quantization.residual_length
-            arguments["num_sink_tokens"] = 0 if policy.is_sliding else quantization.num_sink_tokens
+        if packing is not None:
+            codecs = packing.codecs
+            arguments["residual_length"] = packing.residual_length
+            arguments["num_sink_tokens"] = 0 if policy.is_sliding else packing.num_sink_tokens
         if layer_type in HYBRID:
             layer = HybridKVLayer(*codecs, number_of_states=options["number_of_states"], **arguments)
         else:
@@ -120,22 +164,23 @@ class KVPlusCache(Cache):
                 f"`window` doesn't fit model type {config.model_type!r}: its attention adds a bias for every token "
                 "that it has seen (ALiBi); leave it out"
             )
-        policy, quantization = self.window, self.quantization
+        policy = self.window
         held = policy.sliding_window + policy.rollback_tokens
-        if quantization and held <= quantization.residual_length + quantization.block_tokens:
-            quantization = None
         rotation = key_rotation(config) if policy.positions == "shifted" else None
         rotated = rotated_layers(config) if rotation else [False] * len(layers)
         masks = WindowMasks()
         for index, layer_type in enumerate(layer_types):
             if layer_type == "full_attention":
+                packing = self._packing(index)
+                if packing and held <= packing.residual_length + packing.block_tokens:
+                    packing = None
                 layers[index] = SinkWindowLayer(
-                    *(quantization.codecs() if quantization else ()),
+                    *(packing.codecs if packing else ()),
                     policy=policy,
                     masks=masks,
                     rotation=rotation if rotated[index] else None,
-                    residual_length=quantization.residual_length if quantization else 0,
-                    num_sink_tokens=quantization.num_sink_tokens if quantization else 0,
+                    residual_length=packing.residual_length if packing else 0,
+                    num_sink_tokens=packing.num_sink_tokens if packing else 0,
                 )
                 self.plan[index] = f"layer {index} ({layer_type}): {layers[index].describe()}"
 
@@ -197,7 +242,8 @@ class KVPlusCache(Cache):
         """Returns what `from_options` builds an empty cache like this one from, as plain values."""
         quantization = asdict(self.quantization) if self.quantization else None
         window = asdict(self.window) if self.window else None
-        return {"quantization": quantization, "window": window, "cross_attention": self.cross_attention}
+        options = {"quantization": quantization, "window": window, "cross_attention": self.cross_attention}
+        return options | ({"gqa": self.gqa.options(self.projection)} if self.gqa else {})
 
     @classmethod
     def from_options(cls, config: PretrainedConfig, options: dict[str, Any]) -> KVPlusCache:
@@ -208,8 +254,8 @@ class KVPlusCache(Cache):
             ValueError: If an option is out of range or doesn't fit the model.
         """
         options = dict(options)
-        for name, kind in {"quantization": Quantization, "window": SinkWindowPolicy}.items():
-            options[name] = kind(**options[name]) if options[name] else None
+        for name, kind in {"quantization": Quantization, "window": SinkWindowPolicy, "gqa": GQA}.items():
+            options[name] = kind(**options[name]) if options.get(name) else None
         return KVPlusCache(config, **options)
 
     def to(self, device: torch.device | str) -> KVPlusCache:

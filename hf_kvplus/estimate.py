@@ -331,9 +331,12 @@ class SizedCodec(Codec):
 
     def encode(self, states: torch.Tensor, valid: torch.Tensor | None = None) -> Packed:
         """Returns what the codec would, without content."""
-        shapes = _payload(self.codec, states.shape[4], self.dtype)
-        lead = states.shape[:3]
-        return {name: torch.empty((*lead, *shape), dtype=kind, device="meta") for name, shape, kind in shapes}
+        batch, heads, blocks, _, head_dim = states.shape
+        shapes = _payload(self.codec, heads, head_dim, self.dtype)
+        return {
+            name: torch.empty((batch, shape[0], blocks, *shape[1:]), dtype=kind, device="meta")
+            for name, shape, kind in shapes
+        }
 
     def decode(self, packed: Packed, head_dim: int, out: torch.Tensor) -> None:
         """Does nothing: `out` has no content either."""
@@ -348,11 +351,13 @@ class SizedCodec(Codec):
 
 
 @functools.lru_cache(maxsize=256)
-def _payload(codec: Codec, head_dim: int, dtype: torch.dtype) -> tuple[tuple[str, tuple[int, ...], torch.dtype], ...]:
-    """Encodes one real block and returns names, shapes and types of its payload, without batch, head and block."""
+def _payload(
+    codec: Codec, heads: int, head_dim: int, dtype: torch.dtype
+) -> tuple[tuple[str, tuple[int, ...], torch.dtype], ...]:
+    """Encodes one real block and returns names, shapes and types of its payload, without batch and block."""
     generator = torch.Generator().manual_seed(0)
-    block = torch.randn(1, 1, 1, codec.block_tokens, head_dim, generator=generator).to(dtype)
-    return tuple((name, tuple(part.shape[3:]), part.dtype) for name, part in codec.encode(block).items())
+    block = torch.randn(1, heads, 1, codec.block_tokens, head_dim, generator=generator).to(dtype)
+    return tuple((name, (part.shape[1], *part.shape[3:]), part.dtype) for name, part in codec.encode(block).items())
 
 
 def _sampled_bytes(layer: Any, states: LayerStates, fill: _Filling) -> int:

@@ -13,7 +13,12 @@ from typing import Any
 import torch
 from transformers import Cache
 
+from hf_kvplus.codecs.latent import LatentCodec
 from hf_kvplus.layer import KVLayer
+from hf_kvplus.projections import HeadProjection
+
+# What holds no tensors, or such as belong to the model rather than to a cache.
+UNSEARCHED = (str, bytes, int, float, type, torch.dtype, torch.device, HeadProjection)
 
 
 @dataclass(frozen=True)
@@ -29,6 +34,8 @@ class MemoryBreakdown:
         packed_elements: Those of them that are packed.
         layer_bytes: Bytes of every live tensor by layer, of an encoder-decoder cache the decoder's half first. What
             layers share counts for the first of them.
+        shared_bytes: Head projections. Weights rather than content: all caches of a model share them, whatever their
+            length, so they aren't part of `total_bytes`.
     """
 
     packed_bytes: int
@@ -38,6 +45,7 @@ class MemoryBreakdown:
     elements: int
     packed_elements: int
     layer_bytes: tuple[int, ...] = ()
+    shared_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
@@ -62,7 +70,7 @@ def measure_memory(cache: Cache) -> MemoryBreakdown:
         cache: Any transformers cache.
 
     Returns:
-        The bytes by part; `total_bytes` is their sum.
+        The bytes by part; `total_bytes` is their sum (without `shared_bytes`).
 
     Raises:
         TypeError: If `cache` isn't a transformers cache.
@@ -88,7 +96,8 @@ def measure_memory(cache: Cache) -> MemoryBreakdown:
         elements += layer_elements
         packed_elements += layer_packed
     other = total - packed - full_precision - reserved
-    return MemoryBreakdown(packed, full_precision, reserved, other, elements, packed_elements, measure_layers(cache))
+    layers, shared = measure_layers(cache), sum(projection.nbytes for projection in _projections(cache))
+    return MemoryBreakdown(packed, full_precision, reserved, other, elements, packed_elements, layers, shared)
 
 
 def measure_layers(cache: Cache) -> tuple[int, ...]:
@@ -130,6 +139,13 @@ def _layer_elements(layer: KVLayer) -> tuple[int, int]:
     return per_token * (packed + len(layer.recent)), per_token * packed
 
 
+def _projections(cache: Any) -> set[HeadProjection]:
+    """Returns the head projections of a cache."""
+    layers = [layer for layer in _attention_layers(cache) if isinstance(layer, KVLayer)]
+    codecs = [codec for layer in layers for codec in layer.codecs.values()]
+    return {codec.projection for codec in codecs if isinstance(codec, LatentCodec)}
+
+
 def _quantized_elements(layer: Any) -> int:
     """Returns the elements behind the payload of one of transformers' quantized layers, 0 for its other layers."""
     payloads = (vars(layer).get("_quantized_keys"), vars(layer).get("_quantized_values"))
@@ -143,7 +159,7 @@ def find_tensors(root: Any) -> list[torch.Tensor]:
     stack = [root]
     while stack:
         item = stack.pop()
-        if id(item) in seen or isinstance(item, (str, bytes, int, float, type, torch.dtype, torch.device)):
+        if id(item) in seen or isinstance(item, UNSEARCHED):
             continue
         seen.add(id(item))
         if isinstance(item, torch.Tensor):
