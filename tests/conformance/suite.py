@@ -21,8 +21,8 @@ STRATEGIES = [
     Strategy("window:150,sinks=4+int8,recent=16", loss=0.1, architectures=("Llama",), window=(150, 4)),
 ]
 
-# Standalone strategies are transformers' own: the yardstick and the peers that ours are compared with.
-NOT_OURS = ("dynamic", "hf-")
+# Standalone strategies are the yardstick, the peers that ours are compared with, and caches of others.
+NOT_OURS = ("dynamic", "hf-", "adapter")
 
 # (architecture, strategy, mode) -> why the cell doesn't apply, or None
 CELLS: dict[tuple[str, str, str], str | None] = {
