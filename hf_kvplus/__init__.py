@@ -12,6 +12,10 @@ from hf_kvplus.caches import KVPlusCache, QuantizedCache, SlidingWindowCache
 from hf_kvplus.encoder_decoder import KVPlusEncoderDecoderCache
 from hf_kvplus.estimate import MemoryEstimate, estimate_memory
 from hf_kvplus.fingerprint import ModelFingerprint, fingerprint_model
+from hf_kvplus.gqa.calibrate import calibrate_gqa
+from hf_kvplus.gqa.convert import convert_to_gqa
+from hf_kvplus.gqa.projection import GQAProjection
+from hf_kvplus.gqa_cache import GQACache
 from hf_kvplus.live import MemoryRecorder
 from hf_kvplus.memory import MemoryBreakdown, measure_memory
 from hf_kvplus.recipes import Quantization
@@ -24,6 +28,8 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CacheFileError",
+    "GQACache",
+    "GQAProjection",
     "KVPlusCache",
     "KVPlusEncoderDecoderCache",
     "MemoryBreakdown",
@@ -39,6 +45,8 @@ __all__ = [
     "StrategyInfo",
     "available_strategies",
     "build_cache",
+    "calibrate_gqa",
+    "convert_to_gqa",
     "estimate_memory",
     "fingerprint_model",
     "load_cache",

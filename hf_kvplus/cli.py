@@ -45,7 +45,7 @@ def build_app() -> typer.Typer:
     """
     import typer
 
-    from hf_kvplus import commands, memory_commands
+    from hf_kvplus import commands, gqa_commands, memory_commands
 
     app = typer.Typer(
         name="kvplus",
@@ -55,8 +55,8 @@ def build_app() -> typer.Typer:
         pretty_exceptions_enable=False,
     )
     own = (commands.generate, memory_commands.memory, memory_commands.report, commands.strategies, commands.doctor)
-    for command in own:
-        app.command(command.__name__)(tell_errors(command))
+    for command in (*own, gqa_commands.calibrate_gqa, gqa_commands.convert_gqa):
+        app.command(command_name(command))(tell_errors(command))
     for entry in importlib.metadata.entry_points(group=COMMAND_GROUP):
         app.command(entry.name)(tell_errors(entry.load()))
     return app
@@ -82,4 +82,4 @@ def tell_errors(command: Callable[..., None]) -> Callable[..., None]:
 
 def command_name(command: Callable[..., None]) -> str:
     """Returns the name under which a function is called on the command line."""
-    return "eval" if command.__name__ == "evaluate" else command.__name__
+    return "eval" if command.__name__ == "evaluate" else command.__name__.replace("_", "-")

@@ -1,7 +1,9 @@
 """Attention on a CPU: hands a layer's buffers to the compiled kernel.
 
 Which kernel is compiled depends on the codecs, the head sizes and the number of queries per KV head; a layer that no
-kernel can read is refused with the reason. Numba is needed (the extra `cpu`) and imported on first use.
+kernel can read is refused with the reason. Latent heads (GQA) aren't compiled for: sinks and recent tokens have other
+heads, so such layers are read by the reference, whose products are large ones. Numba is needed (the extra `cpu`) and
+imported on first use.
 """
 
 from __future__ import annotations
@@ -16,13 +18,15 @@ import torch
 
 from hf_kvplus.attention import slots
 from hf_kvplus.attention.base import Scoring, heads_per_group
-from hf_kvplus.threads import find_runner
+from hf_kvplus.attention.reference import ReferenceKernel
 from hf_kvplus.codecs import Codec
 from hf_kvplus.codecs.affine import PER_CHANNEL, PER_TOKEN, AffineCodec
 from hf_kvplus.codecs.dual_scale import DualScaleCodec
 from hf_kvplus.codecs.identity import IdentityCodec
+from hf_kvplus.codecs.latent import LatentCodec
 from hf_kvplus.codecs.levels import UNIFORM
 from hf_kvplus.layer import KVLayer
+from hf_kvplus.threads import find_runner
 
 DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 MOST_ROWS = 8
@@ -67,6 +71,7 @@ class CPUKernel:
         self.module = import_kernel()
         self.run = find_runner()
         self.workspace = Workspace()
+        self.reference = ReferenceKernel()
 
     def refuses(self, layer: KVLayer) -> str | None:
         """Returns why this kernel can't read `layer`, or `None` if it can."""
@@ -74,6 +79,8 @@ class CPUKernel:
             return f"the CPU kernel can't read a cache on {layer.device}"
         if layer.dtype not in DTYPES:
             return f"the CPU kernel doesn't read {layer.dtype}"
+        if has_latents(layer):
+            return None
         lanes = self.module.LANES
         for _, channels in layer.shapes.values():
             if channels % lanes:
@@ -120,6 +127,8 @@ class CPUKernel:
         self, layer: KVLayer, query: torch.Tensor, scoring: Scoring, mask: torch.Tensor | None, visible: int
     ) -> torch.Tensor:
         """Attends; see `Kernel.attend`."""
+        if has_latents(layer):
+            return self.reference.attend(layer, query, scoring, mask, visible)
         batch, heads, queries, _ = query.shape
         value_channels = layer.shapes["values"][1]
         query = query if query.stride(3) == 1 else query.contiguous()
@@ -219,6 +228,11 @@ class CPUKernel:
         item = tensor.element_size()
         a = self.workspace.arguments
         a[slot], a[slot + 1], a[slot + 2] = tensor.data_ptr(), item * tensor.stride(0), item * tensor.stride(1)
+
+
+def has_latents(layer: KVLayer) -> bool:
+    """Whether a layer stores latent heads."""
+    return any(isinstance(codec, LatentCodec) for codec in layer.codecs.values())
 
 
 def _pass_rows(rows: int, queries: int) -> int:

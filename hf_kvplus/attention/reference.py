@@ -1,6 +1,7 @@
 """Decode attention in plain PyTorch: slow, for every codec and device, the truth that kernels are compared with.
 
 Blocks are decoded a slab at a time and joined by an online softmax, so nothing larger than a slab is ever dense.
+Latent heads aren't even decoded: queries and outputs go through the projection instead, once, whatever the length.
 
 Source: FlashAttention, https://arxiv.org/abs/2205.14135, for the online softmax.
 """
@@ -13,9 +14,13 @@ from dataclasses import dataclass
 import torch
 
 from hf_kvplus.attention.base import Scoring, heads_per_group
+from hf_kvplus.codecs.latent import LatentCodec
 from hf_kvplus.layer import KVLayer
+from hf_kvplus.projections import HeadProjection
 
 SLAB_TOKENS = 512
+# Latents may be stored whole, and then a slab is a view.
+LATENT_SLAB_TOKENS = 4096
 
 
 @dataclass
@@ -27,12 +32,32 @@ class Part:
         values: `(batch, kv_heads, tokens, value_head_dim)`.
         columns: `(batch or 1, tokens)`.
         seen: `(batch or 1, tokens)` bool; `False` where a column is held by another part.
+        key_projection: If given, `keys` are its latents, `(batch, 1, tokens, latents)`.
+        value_projection: Likewise for `values`.
     """
 
     keys: torch.Tensor
     values: torch.Tensor
     columns: torch.Tensor
     seen: torch.Tensor
+    key_projection: HeadProjection | None = None
+    value_projection: HeadProjection | None = None
+
+    def scores(self, grouped: torch.Tensor) -> torch.Tensor:
+        """Returns products of queries `(batch, kv_heads, n, queries, head_dim)` and keys, `(..., queries, tokens)`."""
+        if self.key_projection is None:
+            return grouped @ self.keys[:, :, None].transpose(-1, -2)
+        latent, offset = self.key_projection.absorb(grouped.flatten(1, 2))  # (b, heads, q, latents)
+        products = latent.flatten(1, 2) @ self.keys[:, 0].transpose(-1, -2)  # (b, heads * q, tokens)
+        return products.view(*grouped.shape[:4], -1) + offset.view(*grouped.shape[:4], 1)
+
+    def outputs(self, weights: torch.Tensor) -> torch.Tensor:
+        """Returns `(batch, kv_heads, n, queries, value_head_dim)` for weights `(..., queries, tokens)`."""
+        if self.value_projection is None:
+            return weights @ self.values[:, :, None]
+        sums = (weights.flatten(1, 3) @ self.values[:, 0]).view(*weights.shape[:4], -1)
+        states = self.value_projection.expand(sums.flatten(1, 2), weights.sum(-1, keepdim=True).flatten(1, 2))
+        return states.view(*weights.shape[:4], -1)
 
 
 class ReferenceKernel:
@@ -57,12 +82,12 @@ class ReferenceKernel:
         grouped = query.to(self.dtype).unflatten(1, (-1, heads_per_group(layer, query)))  # (b, kv, n, q, d)
         state = None
         for part in parts(layer, visible, self.dtype):
-            scores = grouped @ part.keys[:, :, None].transpose(-1, -2) * scoring.scaling  # (b, kv, n, q, tokens)
+            scores = part.scores(grouped) * scoring.scaling  # (b, kv, n, q, tokens)
             if scoring.softcap:
                 scores = torch.tanh(scores / scoring.softcap) * scoring.softcap
             seen = self._seen(part, mask, visible, queries, layer.cumulative_length)
             scores = scores.masked_fill(~seen[:, None, None], -torch.inf)
-            state = _join(state, scores, part.values[:, :, None])
+            state = _join(state, scores, part)
         largest, total, output = state
         if scoring.sink_logits is not None:
             logits = scoring.sink_logits.to(self.dtype).view(1, *grouped.shape[1:3], 1, 1)
@@ -84,16 +109,14 @@ class ReferenceKernel:
         return seen & mask[:, 0].expand(rows, -1, -1).gather(2, index)
 
 
-def _join(
-    state: tuple[torch.Tensor, ...] | None, scores: torch.Tensor, values: torch.Tensor
-) -> tuple[torch.Tensor, ...]:
+def _join(state: tuple[torch.Tensor, ...] | None, scores: torch.Tensor, part: Part) -> tuple[torch.Tensor, ...]:
     """Adds a part to the running `(largest score, sum, output)` of the online softmax."""
     largest = scores.amax(-1, keepdim=True)
     if state is not None:
         largest = torch.maximum(largest, state[0])
     shift = torch.where(largest > -torch.inf, largest, 0.0)
     weights = (scores - shift).exp()
-    total, output = weights.sum(-1, keepdim=True), weights @ values
+    total, output = weights.sum(-1, keepdim=True), part.outputs(weights)
     if state is not None:
         shrink = (state[0] - shift).exp()
         total, output = total + state[1] * shrink, output + state[2] * shrink
@@ -106,7 +129,9 @@ def parts(layer: KVLayer, visible: int, dtype: torch.dtype) -> Iterator[Part]:
     padding = torch.tensor(layer.padding.counts, device=device)[:, None]
     sinks = layer.num_sink_tokens if len(layer.sinks) else 0
     if layer.packed_blocks:
-        slab = max(1, SLAB_TOKENS // layer.block_tokens)
+        projections = [getattr(layer.codecs[name], "projection", None) for name in ("keys", "values")]
+        slab_tokens = LATENT_SLAB_TOKENS if None not in projections else SLAB_TOKENS
+        slab = max(1, slab_tokens // layer.block_tokens)
         first = max(0, visible - layer.first_stored) // layer.block_tokens
         for start in range(first, layer.packed_blocks, slab):
             stop = min(start + slab, layer.packed_blocks)
@@ -114,7 +139,8 @@ def parts(layer: KVLayer, visible: int, dtype: torch.dtype) -> Iterator[Part]:
             columns = (
                 torch.arange(keys.shape[2], device=device)[None] + layer.first_stored + start * layer.block_tokens
             )
-            yield Part(keys, values, columns, (columns < padding) | (columns >= padding + sinks))
+            seen = (columns < padding) | (columns >= padding + sinks)
+            yield Part(keys, values, columns, seen, *projections)
     if sinks:
         columns = padding + torch.arange(sinks, device=device)
         keys, values = (layer.sinks.get(name).to(dtype) for name in ("keys", "values"))
@@ -125,7 +151,10 @@ def parts(layer: KVLayer, visible: int, dtype: torch.dtype) -> Iterator[Part]:
 
 
 def _decode(layer: KVLayer, name: str, start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
-    """Decodes blocks `start` to `stop`, `(batch, kv_heads, tokens, channels)`."""
+    """Decodes blocks `start` to `stop`, `(batch, kv_heads, tokens, channels)`; of latent heads only the latents."""
+    codec = layer.codecs[name]
+    if isinstance(codec, LatentCodec):
+        return codec.latents(layer.packed[name].fields(start, stop)).flatten(2, 3).to(dtype)
     heads, channels = layer.shapes[name]
     tokens = (stop - start) * layer.block_tokens
     # Codecs compute in single precision.

@@ -15,7 +15,7 @@ from hf_kvplus.codecs.base import Codec, Packed
 from hf_kvplus.projections import HeadProjection
 
 
-@dataclass(frozen=True, init=False)
+@dataclass(frozen=True, init=False, kw_only=True)
 class LatentCodec(Codec):
     """Projects the heads of a block to one wide latent head, which `inner` encodes.
 
