@@ -16,6 +16,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from kvplus_eval.launching import count_processes
+
 T = TypeVar("T")
 # The first process times alone while the others wait for it
 PATIENCE = timedelta(hours=24)
@@ -78,7 +80,7 @@ def join_processes(device: str) -> Processes:
     Raises:
         ImportError: If there are several processes and accelerate isn't installed.
     """
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+    if count_processes(os.environ) == 1:
         return Processes()
     try:
         from accelerate import PartialState

@@ -70,12 +70,16 @@ def _head(row: Row) -> str:
         "Model": f"{escape(model['name'])} ({escape(model['how'])}), {model['dtype']}, "
         f"{model['parameters'] / 1e6:,.0f} million parameters",
         "Text": f"{escape(text['name'])}, SHA-256 <code>{text['sha256'][:16]}</code>",
-        "Protocol": f"{suite}{protocol['windows']} windows of {protocol['window_tokens']} tokens, fed in chunks of "
-        f"{protocol['chunk_tokens']} through the cache, so that later tokens read what was stored",
-        "Machine": f"{escape(device['name'])}, {device['threads']} threads",
+        "Protocol": f"{suite}{_plural(protocol['windows'], 'window')} of {protocol['window_tokens']} tokens, fed in "
+        f"chunks of {protocol['chunk_tokens']} through the cache, so that later tokens read what was stored",
+        "Machine": f"{escape(device['name'])}, {_plural(device['threads'], 'thread')}",
         "Date": escape(row["date"]),
     }
     return "<dl>" + "".join(f"<dt>{name}</dt><dd>{value}</dd>" for name, value in facts.items()) + "</dl>"
+
+
+def _plural(count: int, word: str) -> str:
+    return f"{count} {word}" if count == 1 else f"{count} {word}s"
 
 
 def _verdict(rows: Sequence[Row]) -> str:
