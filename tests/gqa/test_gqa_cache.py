@@ -1,0 +1,293 @@
+"""The cache with latent heads: exact where heads are redundant, and in all else a cache like the others."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from planted import planted, windows
+from transformers import DynamicCache
+
+from conftest import tiny_llama
+from hf_kvplus import (
+    CacheFileError,
+    GQACache,
+    GQAProjection,
+    build_cache,
+    calibrate_gqa,
+    estimate_memory,
+    load_cache,
+    measure_memory,
+    save_cache,
+    use_fused_attention,
+)
+from hf_kvplus.codecs.latent import LatentCodec
+from hf_kvplus.compat import cache_keyword
+
+KINDS = ("rope", "partial", "none")
+
+
+@pytest.fixture(scope="module")
+def redundant():
+    """Models of each kind whose 4 heads lie in 2 directions, with their projections."""
+    models = {kind: planted(kind, 2) for kind in KINDS}
+    return {kind: (model, calibrate_gqa(model, windows(), 2)) for kind, model in models.items()}
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return tiny_llama(num_key_value_heads=4)
+
+
+@pytest.fixture(scope="module")
+def path(llama, tmp_path_factory):
+    found = tmp_path_factory.mktemp("projection") / "two.safetensors"
+    calibrate_gqa(llama, windows(), 2).save(found)
+    return found
+
+
+@torch.no_grad()
+def logits(model, cache, ids, chunk: int = 25) -> torch.Tensor:
+    return torch.cat([model(part, **{cache_keyword(model): cache}).logits for part in ids.split(chunk, 1)], 1)
+
+
+def text(rows: int = 2, tokens: int = 300, seed: int = 5) -> torch.Tensor:
+    return torch.randint(1, 128, (rows, tokens), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("ranks", ["solved", "equal"])
+def test_redundant_heads_are_stored_without_loss(redundant, kind, ranks):
+    """At positions far from those calibrated on, too."""
+    model, projection = redundant[kind]
+    if ranks == "equal":
+        projection = calibrate_gqa(model, windows(), 2, ranks="equal")
+    cache = GQACache(model.config, 2, projection, residual_length=0, num_sink_tokens=0)
+    ids = text()
+    found = logits(model, cache, ids)
+    assert cache.layers[0].packed_blocks >= 8
+    expected = logits(model, DynamicCache(config=model.config), ids)
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+    assert projection.latent_share() == 0.5
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_too_few_directions_lose_something(redundant, kind):
+    model, _ = redundant[kind]
+    projection = calibrate_gqa(model, windows(), 1)
+    cache = GQACache(model.config, 1, projection, residual_length=0, num_sink_tokens=0)
+    expected = logits(model, DynamicCache(config=model.config), text())
+    assert (logits(model, cache, text()) - expected).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kernel", ["reference", "auto"])
+def test_fused_attention_reads_latents_as_decoding_does(redundant, kind, kernel):
+    """With padding, and several queries at once."""
+    model, _ = redundant[kind]
+    projection = calibrate_gqa(model, windows(), 1)
+    ids, mask = text(), torch.ones(2, 300, dtype=torch.long)
+    mask[1, :70] = 0
+    states = []
+    for fused in (False, True):
+        cache = GQACache(model.config, 1, projection, residual_length=20, num_sink_tokens=3)
+        use_fused_attention(model, fused, kernel=kernel)
+        with torch.no_grad():
+            positions = (mask.cumsum(1) - 1).clamp_min(0)
+            options = {cache_keyword(model): cache}
+            model(ids[:, :280], attention_mask=mask[:, :280], position_ids=positions[:, :280], **options)
+            parts = [(280, 281), (281, 288), (288, 300)]
+            for first, last in parts:
+                placed = {"attention_mask": mask[:, :last], "position_ids": positions[:, first:last]}
+                output = model(ids[:, first:last], **placed, **options).logits
+        states.append(output)
+    use_fused_attention(model, enabled=False)
+    torch.testing.assert_close(states[1], states[0], atol=2e-4, rtol=0)
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 300])
+def test_what_is_stored_does_not_depend_on_chunks(llama, path, chunk):
+    ids, held = text(tokens=300), []
+    for size in (chunk, 64):
+        cache = build_cache(f"gqa:2,projection={path}", llama.config)
+        # The states of later layers depend on what their queries read; those of the first don't.
+        logits(llama, cache, ids, size)
+        held.append(cache.layers[0])
+    assert held[0].packed_blocks == held[1].packed_blocks == (300 - 64) // 32
+    for name in ("keys", "values"):
+        torch.testing.assert_close(held[0].packed[name].get("states"), held[1].packed[name].get("states"))
+
+
+@pytest.mark.parametrize(
+    "parts", ["", "+int8", "+int4,recent=16", "+k8v4", "+window:120,sinks=4", "+int4,recent=16+window:150,sinks=4"]
+)
+def test_it_joins_other_strategies(llama, path, parts):
+    """Each pair of rows answers as each row alone, crops come back, beams and copies run, and bytes are told."""
+    strategy = f"gqa:2,projection={path}{parts}"
+    ids = text(tokens=260)
+    with torch.no_grad():
+        cache = build_cache(strategy, llama.config)
+        both = logits(llama, cache, ids, 65)
+        alone = logits(llama, build_cache(strategy, llama.config), ids[1:], 65)
+        torch.testing.assert_close(both[1:], alone, atol=2e-3, rtol=0)
+        twin = copy.deepcopy(cache)
+        token = text(tokens=1)
+        expected = logits(llama, twin, token)
+        if "window" not in parts:
+            logits(llama, cache, token[:, :1])
+            cache.crop(-1)
+        torch.testing.assert_close(logits(llama, cache, token), expected, atol=1e-4, rtol=0)
+        beams = llama.generate(
+            ids[:1],
+            past_key_values=build_cache(strategy, llama.config),
+            num_beams=3,
+            max_new_tokens=4,
+            do_sample=False,
+        )
+        assert beams.shape[1] == 264
+    assert any(isinstance(codec, LatentCodec) for codec in cache.layers[0].codecs.values())
+
+
+@pytest.mark.parametrize("parts", ["", "+int4,recent=16", "+k16v4", "+window:120,sinks=4"])
+def test_bytes_are_told_beforehand(llama, path, parts):
+    """Those of the matrices apart: all caches of a model share them."""
+    strategy = f"gqa:2,projection={path}{parts}"
+    cache = build_cache(strategy, llama.config)
+    for part in (text(tokens=260), text(tokens=1)):
+        logits(llama, cache, part, chunk=260)
+    measured = measure_memory(cache)
+    told = estimate_memory(llama.config, 261, 2, strategy, "float32")
+    assert told.cache_bytes == pytest.approx(measured.total_bytes, rel=0.001)
+    assert measured.packed_bytes > 0
+    assert measured.shared_bytes == cache.projection.nbytes > 0
+
+
+def test_left_padded_rows_answer_as_they_do_alone(llama, path):
+    cache = build_cache(f"gqa:2,projection={path}", llama.config)
+    ids = text(tokens=200)
+    mask = torch.ones(2, 200, dtype=torch.long)
+    mask[1, :64] = 0  # whole blocks, so that both runs project the same tokens
+    options = {"max_new_tokens": 6, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    padded = llama.generate(ids, attention_mask=mask, past_key_values=cache, **options)
+    assert [layer.padding.counts for layer in cache.layers] == [[0, 64]] * 2
+    alone = llama.generate(
+        ids[1:, 64:], past_key_values=build_cache(f"gqa:2,projection={path}", llama.config), **options
+    )
+    for ours, theirs in zip(padded.logits, alone.logits, strict=True):
+        torch.testing.assert_close(ours[1:], theirs, atol=1e-4, rtol=0)
+
+
+def test_sinks_and_recent_tokens_are_stored_as_they_are(llama, path):
+    plain, cache = DynamicCache(config=llama.config), build_cache(f"gqa:2,projection={path}", llama.config)
+    for each in (plain, cache):
+        with torch.no_grad():
+            llama(text(1), **{cache_keyword(llama): each})
+    keys, latent = plain.layers[0].keys, cache.layers[0].dense()[0]
+    recent = len(cache.layers[0].recent)
+    assert torch.equal(keys[:, :, :4], latent[:, :, :4])
+    assert torch.equal(keys[:, :, -recent:], latent[:, :, -recent:])
+    assert not torch.allclose(keys[:, :, 4:-recent], latent[:, :, 4:-recent], atol=1e-3)
+
+
+def test_the_better_channels_cost_less(llama):
+    """Solved ranks keep as many channels, and svd beats the mean in the metric by construction."""
+    equal, solved = (calibrate_gqa(llama, windows(), 2, ranks=ranks) for ranks in ("equal", "solved"))
+    assert equal.latent_share() == solved.latent_share() == 0.5
+    ids = text(tokens=500)
+    expected = logits(llama, DynamicCache(config=llama.config), ids).log_softmax(-1)
+    losses = {}
+    for name, projection in {"svd": equal, "mean": calibrate_gqa(llama, windows(), 2, method="mean")}.items():
+        assert projection.latent_share() == 0.5
+        found = logits(llama, GQACache(llama.config, 2, projection), ids).log_softmax(-1)
+        losses[name] = (expected.exp() * (expected - found)).sum(-1).mean().item()
+    assert losses["svd"] < 0.5 * losses["mean"]
+
+
+def test_a_saved_cache_goes_on(llama, path, tmp_path):
+    cache = build_cache(f"gqa:2,projection={path}+int8", llama.config)
+    logits(llama, cache, text())
+    save_cache(cache, tmp_path / "cache.safetensors", model=llama)
+    loaded = load_cache(tmp_path / "cache.safetensors", llama)
+    assert torch.equal(logits(llama, loaded, text(tokens=3)), logits(llama, cache, text(tokens=3)))
+    other = tmp_path / "other.safetensors"
+    calibrate_gqa(llama, windows(seed=9), 2).save(other)
+    with pytest.raises(CacheFileError, match="projection"):
+        load_cache(tmp_path / "cache.safetensors", build_cache(f"gqa:2,projection={other}+int8", llama.config))
+
+
+def test_a_projection_that_was_never_saved_must_be_given_again(llama, tmp_path):
+    projection = calibrate_gqa(llama, windows(), 2)
+    cache = GQACache(llama.config, 2, projection)
+    logits(llama, cache, text())
+    save_cache(cache, tmp_path / "cache.safetensors")
+    loaded = load_cache(tmp_path / "cache.safetensors", GQACache(llama.config, 2, projection))
+    assert torch.equal(logits(llama, loaded, text(tokens=3)), logits(llama, cache, text(tokens=3)))
+
+
+def test_a_projection_file_comes_back_as_it_was(llama, path):
+    loaded = GQAProjection.load(path)
+    assert loaded.num_key_value_heads == 2
+    assert loaded.facts["method"] == "svd"
+    assert loaded.layers == calibrate_gqa(llama, windows(), 2).layers
+    assert GQAProjection.load(path) is loaded
+
+
+def test_the_folder_of_the_checkpoint_is_looked_in(llama, path, tmp_path):
+    llama.save_pretrained(tmp_path)
+    (tmp_path / "kvplus-gqa-2.safetensors").write_bytes(path.read_bytes())
+    loaded = type(llama).from_pretrained(tmp_path)
+    assert build_cache("gqa:2", loaded.config).projection.latent_share() == 0.5
+
+
+@pytest.mark.parametrize(
+    ("strategy", "error", "message"),
+    [
+        ("gqa", ValueError, "needs the number of heads; write `gqa:2,projection=PATH`"),
+        ("gqa:2", ValueError, "needs a head projection, and there is none at .*kvplus calibrate-gqa"),
+        ("gqa:2,projection=/no/such", FileNotFoundError, "no such file; make one with `kvplus calibrate-gqa"),
+        ("gqa:3,projection={path}", ValueError, "was made for 2"),
+        ("gqa:0,projection={path}", ValueError, "`num_key_value_heads` must be at least 1, got 0"),
+        ("gqa:2,file={path}", ValueError, "unknown option file; it takes projection, recent, sinks"),
+        ("gqa:2,projection={path},recent=8+int4", ValueError, "give them there only"),
+    ],
+)
+def test_a_wrong_string_gets_one_clear_error(llama, path, strategy, error, message):
+    with pytest.raises(error, match=message):
+        build_cache(strategy.format(path=path), llama.config)
+
+
+def test_another_model_is_refused(path):
+    with pytest.raises(
+        ValueError, match="calibrated for another model: `config.hidden_size` is 64 in the file and 32"
+    ):
+        build_cache(f"gqa:2,projection={path}", tiny_llama(num_key_value_heads=4, hidden_size=32).config)
+
+
+def test_a_file_that_is_no_projection_is_refused(tmp_path, llama):
+    (tmp_path / "text").write_text("no projection")
+    with pytest.raises(CacheFileError, match="isn't a safetensors file"):
+        build_cache(f"gqa:2,projection={tmp_path / 'text'}", llama.config)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_key_value_heads": 4}, "must be below the 4 key-value heads"),
+        ({"method": "average"}, "`method` must be one of svd, mean"),
+        ({"ranks": "best"}, "`ranks` must be one of solved, equal"),
+        ({"windows": []}, "`windows` must be longer than"),
+        ({"context_tokens": 96}, "`windows` must be longer than context_tokens=96"),
+    ],
+)
+def test_calibration_refuses_what_cannot_be(llama, change, message):
+    arguments = {"windows": windows(2), "num_key_value_heads": 2, **change}
+    with pytest.raises(ValueError, match=message):
+        calibrate_gqa(llama, **arguments)
+
+
+def test_calibration_leaves_the_model_as_it_was(llama):
+    before = {name: weight.clone() for name, weight in llama.state_dict().items()}
+    calibrate_gqa(llama, windows(2), 2)
+    assert all(torch.equal(before[name], weight) for name, weight in llama.state_dict().items())
+    assert all(weight.requires_grad and weight.grad is None for weight in llama.parameters())
