@@ -48,6 +48,7 @@ def calibrate_gqa(
     """Make the projection that the strategy gqa:N needs, from a few thousand tokens of text."""
     from hf_kvplus.gqa import calibrate
 
+    require_text(text)
     console = Console(stderr=True)
     loaded, tokenizer, _ = load_model(model, device, dtype)
     cut, facts = cut_end(tokenizer, text, windows, window_tokens)
@@ -99,6 +100,8 @@ def convert_gqa(
         raise ValueError(
             "`text` must be given: the conversion is calibrated, and healed, on it; only mean does without"
         )
+    if text is not None:
+        require_text(text)
     healing = None
     if heal_steps:
         healing = Healing(heal_steps, heal_batch, heal_rate, min(10, heal_steps), heal_weights)
@@ -128,6 +131,16 @@ def convert_gqa(
     typer.echo(json.dumps({"checkpoint": str(out), **facts}))
 
 
+def require_text(path: Path) -> None:
+    """Checks that a text is there before a model is loaded for it.
+
+    Raises:
+        FileNotFoundError: If it isn't.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"text `{path}`: no such file")
+
+
 def cut_end(
     tokenizer: PreTrainedTokenizerBase, path: Path, windows: int, window_tokens: int
 ) -> tuple[list[torch.Tensor], dict[str, Any]]:
@@ -143,11 +156,8 @@ def cut_end(
         Token ids, the last window first, and which part of which text they are.
 
     Raises:
-        FileNotFoundError: If there is no such file.
         ValueError: If the text is too short.
     """
-    if not path.is_file():
-        raise FileNotFoundError(f"text `{path}`: no such file")
     content = path.read_text(encoding="utf-8")
     ids = tokenizer(content, add_special_tokens=False, verbose=False)["input_ids"]
     if len(ids) < windows * window_tokens:
