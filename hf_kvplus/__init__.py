@@ -18,10 +18,13 @@ from hf_kvplus.gqa.projection import GQAProjection
 from hf_kvplus.gqa_cache import GQACache
 from hf_kvplus.live import MemoryRecorder
 from hf_kvplus.memory import MemoryBreakdown, measure_memory
+from hf_kvplus.offloaded import OffloadedCache
 from hf_kvplus.recipes import Quantization
 from hf_kvplus.recommend import Recommendation, recommend
 from hf_kvplus.reuse import PrefixCache, ReusedPrefix, reuse_prefix
 from hf_kvplus.saving import load_cache, save_cache
+from hf_kvplus.stores.blockfile import OffloadError
+from hf_kvplus.stores.space import Offload
 from hf_kvplus.strategies import StrategyInfo, available_strategies, build_cache
 
 __version__ = "0.1.0"
@@ -36,6 +39,9 @@ __all__ = [
     "MemoryEstimate",
     "MemoryRecorder",
     "ModelFingerprint",
+    "Offload",
+    "OffloadError",
+    "OffloadedCache",
     "PrefixCache",
     "Quantization",
     "QuantizedCache",

@@ -15,9 +15,11 @@ from hf_kvplus.fingerprint import config_fields
 from hf_kvplus.gqa.projection import DEFAULT_RECENT_TOKENS, DEFAULT_SINK_TOKENS, GQA
 from hf_kvplus.hybrid import HybridKVLayer, RecurrentLayer
 from hf_kvplus.layer import KVLayer
+from hf_kvplus.offload_index import IndexWriter
 from hf_kvplus.policies import FullPolicy, NativeWindowPolicy, Policy, SinkWindowPolicy
 from hf_kvplus.recipes import Quantization
 from hf_kvplus.rope import key_rotation, rotated_layers
+from hf_kvplus.stores.space import MEMORY, Offload, Shelf, Shelves, Space
 from hf_kvplus.window_layer import SinkWindowLayer
 from hf_kvplus.window_masks import Uncomparable, WindowMasks
 
@@ -27,6 +29,8 @@ HYBRID = ("hybrid", "hybrid_sliding")
 # Layer types whose state has a fixed size.
 RECURRENT = ("linear_attention", "conv", "mamba")
 HANDLED_LAYER_TYPES = ("full_attention", *HYBRID, *WINDOWED)
+# A window that recent tokens fill has nothing to offload.
+SMALL_WINDOW_TOKENS = 128
 
 
 @dataclass(frozen=True)
@@ -62,10 +66,12 @@ class KVPlusCache(Cache):
         gqa: How fewer heads are stored; `None` stores all. See `GQACache`.
         cross_attention: Whether this cache holds what a decoder reads of its encoder: every layer keeps all of it,
             whatever window the decoder has; see `KVPlusEncoderDecoderCache`.
+        offload: Where blocks live, if not on the device; see `OffloadedCache`.
 
     Raises:
         TypeError: If `config` isn't a transformers configuration.
         ValueError: If the configuration names no layers, or an option doesn't fit the model.
+        OffloadError: If the folder of `offload` can't be used.
     """
 
     def __init__(
@@ -76,6 +82,7 @@ class KVPlusCache(Cache):
         window: SinkWindowPolicy | None = None,
         gqa: GQA | None = None,
         cross_attention: bool = False,
+        offload: Offload | Space | None = None,
     ) -> None:
         decoder_config = text_config(config)
         self.window = window
@@ -99,7 +106,28 @@ class KVPlusCache(Cache):
             self.plan.append(f"layer {index} ({layer_type}): {note}")
         if window:
             self._put_windows(layers, layer_types, decoder_config)
+        self.offload_options: Offload | None = None
+        self.space: Space | None = None
+        if offload is not None:
+            self._shelve(layers, offload)
         super().__init__(layers=layers)
+        if self.space:
+            IndexWriter(self).attach()
+
+    def _shelve(self, layers: list[Any], offload: Offload | Space) -> None:
+        """Lets the blocks of all layers that form any live where `offload` says."""
+        self.offload_options = offload.options if isinstance(offload, Space) else offload
+        if self.offload_options.tier != MEMORY:
+            self.space = offload if isinstance(offload, Space) else Space(offload)
+        shelves = Shelves(self.space) if self.space else None
+        for index, layer in enumerate(layers):
+            if not isinstance(layer, KVLayer):
+                continue
+            held = getattr(layer.policy, "sliding_window", None)
+            if not layer.codecs and held and held + getattr(layer.policy, "rollback_tokens", 0) <= SMALL_WINDOW_TOKENS:
+                continue
+            layer.shelve(Shelf(shelves, index) if shelves else None)
+            self.plan[index] += f"; {self.offload_options.describe()}"
 
     def _packing(self, index: int) -> Packing | None:
         """Returns how a layer packs blocks, `None` if it doesn't.
@@ -237,25 +265,58 @@ class KVPlusCache(Cache):
         self.last_updated = None
         for layer in self.layers:
             layer.reset()
+        if self.space:
+            self.space.reset()
+
+    @property
+    def directory(self) -> str | None:
+        """Folder of the files of an offloaded cache, `None` if there are none."""
+        return str(self.space.directory.path) if self.space and self.space.directory else None
+
+    def flush(self) -> None:
+        """Waits until everything packed so far can be reopened, where tier `"disk"` keeps it.
+
+        Raises:
+            OffloadError: If it can't be written.
+        """
+        if self.space:
+            self.space.flush()
+
+    def close(self) -> None:
+        """Forgets everything and removes the files of an offloaded cache, also for its copies."""
+        self.last_updated = None
+        for layer in self.layers:
+            layer.reset()
+        if self.space:
+            self.space.close()
 
     def options(self) -> dict[str, Any]:
         """Returns what `from_options` builds an empty cache like this one from, as plain values."""
         quantization = asdict(self.quantization) if self.quantization else None
         window = asdict(self.window) if self.window else None
         options = {"quantization": quantization, "window": window, "cross_attention": self.cross_attention}
-        return options | ({"gqa": self.gqa.options(self.projection)} if self.gqa else {})
+        if self.gqa:
+            options["gqa"] = self.gqa.options(self.projection)
+        if self.offload_options:  # a folder belongs to one cache on one machine
+            options["offload"] = asdict(self.offload_options) | {"directory": None}
+        return options
 
     @classmethod
-    def from_options(cls, config: PretrainedConfig, options: dict[str, Any]) -> KVPlusCache:
-        """Builds an empty cache from what `options` returned.
+    def from_options(
+        cls, config: PretrainedConfig, options: dict[str, Any], *, space: Space | None = None
+    ) -> KVPlusCache:
+        """Builds an empty cache from what `options` returned; blocks live in `space` if it's given.
 
         Raises:
             TypeError: If there is an option that this version doesn't know.
             ValueError: If an option is out of range or doesn't fit the model.
         """
         options = dict(options)
-        for name, kind in {"quantization": Quantization, "window": SinkWindowPolicy, "gqa": GQA}.items():
+        kinds = {"quantization": Quantization, "window": SinkWindowPolicy, "gqa": GQA, "offload": Offload}
+        for name, kind in kinds.items():
             options[name] = kind(**options[name]) if options.get(name) else None
+        if space is not None:
+            options["offload"] = space
         return KVPlusCache(config, **options)
 
     def to(self, device: torch.device | str) -> KVPlusCache:

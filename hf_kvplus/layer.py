@@ -19,12 +19,17 @@ from transformers.cache_utils import CacheLayerMixin
 
 from hf_kvplus.checks import require_at_least, require_states
 from hf_kvplus.codecs import Codec
+from hf_kvplus.codecs.identity import IdentityCodec
 from hf_kvplus.handover import handover
 from hf_kvplus.policies import FullPolicy, Policy
 from hf_kvplus.policies.padding import RowPadding
 from hf_kvplus.stores import GrowingStore, PackedStore, SinkStore
+from hf_kvplus.stores.space import Shelf
 
 States = dict[str, torch.Tensor]  # "keys" and "values", each (batch, kv_heads, seq, head_dim)
+
+# Blocks of an offloaded layer that isn't quantized, as long as the tiles in which a kernel reads recent tokens.
+OFFLOADED_BLOCK_TOKENS = OFFLOADED_RECENT_TOKENS = 64
 
 
 class KVLayer(CacheLayerMixin):
@@ -68,13 +73,35 @@ class KVLayer(CacheLayerMixin):
         self.residual_length, self.num_sink_tokens = residual_length, num_sink_tokens
         self.is_sliding = self.policy.is_sliding
         self.record_past = False
+        self.shelf: Shelf | None = None
         self._clear()
+
+    def shelve(self, shelf: Shelf | None) -> None:
+        """Lets blocks live elsewhere, before anything was stored; without codecs, blocks of states as they are.
+
+        Args:
+            shelf: The layer's place there; `None` forms the same blocks and leaves them here.
+        """
+        if not self.codecs:
+            identity = IdentityCodec(block_tokens=OFFLOADED_BLOCK_TOKENS)
+            self.codecs = {"keys": identity, "values": identity}
+            self.block_tokens, self.residual_length = OFFLOADED_BLOCK_TOKENS, OFFLOADED_RECENT_TOKENS
+            # What is stored exactly needs no exemption.
+            self.num_sink_tokens = getattr(self.policy, "num_sink_tokens", 0)
+        self.shelf = shelf
+        self._clear()
+
+    def _make_store(self, name: str, codec: Codec, bound: int = 0) -> PackedStore:
+        """Returns an empty store for blocks of keys or values."""
+        return self.shelf.store(name, codec, bound) if self.shelf else PackedStore(codec, bound)
 
     def _clear(self) -> None:
         """Sets up empty stores."""
         self.is_initialized = False
         self.cumulative_length = 0
-        self.packed = {name: PackedStore(codec) for name, codec in self.codecs.items()}
+        if self.shelf:
+            self.shelf.packed_tokens = 0
+        self.packed = {name: self._make_store(name, codec) for name, codec in self.codecs.items()}
         self.sinks = SinkStore(self.num_sink_tokens)
         # Packing keeps the recent tokens below one block more than `residual_length`.
         self.recent = GrowingStore(minimum=16, ceiling=self.residual_length + self.block_tokens if self.codecs else 0)
@@ -149,6 +176,8 @@ class KVLayer(CacheLayerMixin):
         Raises:
             ValueError: If batch, heads, channels or dtype differ from earlier calls.
         """
+        if self.shelf:
+            self.shelf.check()
         if self.cumulative_length == 0:  # an empty layer takes any states, also after `early_initialization` or a crop
             self.lazy_initialization(key_states, value_states)
         new = {"keys": key_states, "values": value_states}
@@ -162,8 +191,7 @@ class KVLayer(CacheLayerMixin):
         else:
             states, first = (new, 0) if self.cumulative_length == 0 else self._dense(new, visible)
             self._store(states, first, key_states.shape[2])
-        if not self.record_past:
-            self._evict()
+        self._settle()
         return states["keys"][:, :, visible - first :], states["values"][:, :, visible - first :]
 
     def _hand_over(self, new: States, visible: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -184,8 +212,14 @@ class KVLayer(CacheLayerMixin):
             self.sinks.capture(due, self.padding.counts, begin)
             self._pack(due, begin)
             self.recent.replace({name: tensor.clone() for name, tensor in self.recent.fields(tokens).items()})
+        self._settle()
+
+    def _settle(self) -> None:
+        """Drops what no later query can see, once new states have been stored, and tells where blocks live."""
         if not self.record_past:
             self._evict()
+        if self.shelf:
+            self.shelf.changed(self.packed_tokens)
 
     def _check_states(self, new: States) -> None:
         """Refuses states that don't continue the ones held."""
@@ -249,7 +283,7 @@ class KVLayer(CacheLayerMixin):
 
     def _pack(self, due: States, begin: int) -> None:
         """Encodes whole blocks that start at column `begin`, but those that no later query will see."""
-        gone = 0 if self.record_past else self.policy.first_kept(self.cumulative_length) - begin
+        gone = 0 if self.record_past else self.policy.first_kept(self._last_seen(begin + due["keys"].shape[2])) - begin
         skipped = min(max(0, gone) // self.block_tokens, due["keys"].shape[2] // self.block_tokens) * self.block_tokens
         if skipped:
             for store in self.packed.values():
@@ -269,13 +303,20 @@ class KVLayer(CacheLayerMixin):
 
     def _evict(self) -> None:
         """Drops what no later query can see; packed blocks go whole."""
-        surplus = self.policy.first_kept(self.cumulative_length) - self.first_stored
+        surplus = self.policy.first_kept(self._last_seen(self.packed_tokens)) - self.first_stored
         if surplus <= 0:
             return
         if not self.codecs:
             self.recent.drop_front(surplus)
         for store in self.packed.values():
             store.drop_front(surplus // self.block_tokens)
+
+    def _last_seen(self, packed_tokens: int) -> int:
+        """Returns the length from which what is out of sight is told.
+
+        If blocks outlive the process, a later one goes on behind the last of them, so its window counts.
+        """
+        return packed_tokens if self.shelf and self.shelf.outlives else self.cumulative_length
 
     # Reading
 
@@ -377,6 +418,8 @@ class KVLayer(CacheLayerMixin):
         self.cumulative_length = length
         self.padding.reopen(length)
         self._evict()
+        if self.shelf:
+            self.shelf.changed(self.packed_tokens)
 
     def _crop_packed(self, length: int) -> None:
         """Drops packed blocks from the one that holds column `length` on; its beginning becomes recent."""
@@ -487,7 +530,8 @@ class KVLayer(CacheLayerMixin):
         if not self.codecs:
             return "full precision"
         parts = ", ".join(f"{name} {codec.describe()}" for name, codec in self.codecs.items())
-        return f"{parts}; full precision: {self.num_sink_tokens} sinks, last {self.residual_length} tokens"
+        place = f"; {self.shelf.describe()}" if self.shelf else ""
+        return f"{parts}; full precision: {self.num_sink_tokens} sinks, last {self.residual_length} tokens{place}"
 
 
 def row_indices(indices: torch.Tensor, batch_size: int) -> torch.Tensor:

@@ -163,7 +163,7 @@ def load_saved(
     _warn_of_versions(path, json.loads(metadata["versions"]))
     with _open_tensors(path) as file:
         for name, part in _split(cache).items():
-            places = _layer_devices(config_or_model, len(part.layers), device)
+            places = layer_devices(config_or_model, len(part.layers), device)
             for index, (layer, saved) in enumerate(zip(part.layers, parts[name]["layers"], strict=True)):
                 _restore_layer(layer, _decode(saved["state"], file, places[index]), places[index])
         ids = file.get_tensor(SAVED_IDS) if SAVED_IDS in file.keys() else None  # noqa: SIM118, not a dictionary
@@ -364,7 +364,7 @@ def _empty_cache(path: Path, given: Any, parts: dict[str, Any]) -> AnyCache:
     return built[0] if len(built) == 1 else KVPlusEncoderDecoderCache(*built)
 
 
-def _layer_devices(given: Any, count: int, device: torch.device | str | None) -> list[torch.device]:
+def layer_devices(given: Any, count: int, device: torch.device | str | None) -> list[torch.device]:
     """Returns where each layer goes."""
     if device is not None or not isinstance(given, torch.nn.Module):
         return [torch.device(device or "cpu")] * count

@@ -19,7 +19,7 @@ from hf_kvplus.layer import KVLayer, States
 from hf_kvplus.policies.padding import RowPadding
 from hf_kvplus.policies.sink_window import DENSE, SHIFTED, SinkWindowPolicy
 from hf_kvplus.rope import KeyRotation
-from hf_kvplus.stores import GrowingStore, PackedStore, SinkStore
+from hf_kvplus.stores import GrowingStore, SinkStore
 from hf_kvplus.window_masks import REMEDY, MaskPlan, WindowMasks
 
 
@@ -66,7 +66,8 @@ class SinkWindowLayer(KVLayer):
         if self.codecs:
             blocks = -(-held // self.block_tokens) + 1
             self.packed = {
-                name: PackedStore(codec, bound=blocks + max(1, blocks // 8)) for name, codec in self.codecs.items()
+                name: self._make_store(name, codec, blocks + max(1, blocks // 8))
+                for name, codec in self.codecs.items()
             }
         else:
             lead = self.policy.num_sink_tokens
@@ -126,6 +127,8 @@ class SinkWindowLayer(KVLayer):
             ValueError: If batch, heads, channels or dtype differ from earlier calls.
             RuntimeError: If several queries need their own windows and the model built a mask that doesn't tell them.
         """
+        if self.shelf:
+            self.shelf.check()
         new = {"keys": key_states, "values": value_states}
         query_length = key_states.shape[2]
         plan = self._plan(query_length)
@@ -144,8 +147,7 @@ class SinkWindowLayer(KVLayer):
         )
         window = self._append(new, plan.first_column)
         states = self._with_sinks(window, plan)
-        if not self.record_past:
-            self._evict()
+        self._settle()
         return states["keys"], states["values"]
 
     def _observe_rows(self, asked: MaskPlan | None, attention_kwargs: Any, query_length: int) -> None:
