@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import zoo
+from rotated_heads import projection_file
 from transformers import Cache, GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
@@ -37,7 +38,7 @@ class Strategy:
     """A strategy string, and how exact it is.
 
     Args:
-        text: What `build_cache` gets.
+        text: What `build_cache` gets; ROTATED stands for the model's file of `rotated_heads`.
         loss: Largest root mean square of the error of a sequence's logits, in parts of their standard deviation; the
             logits of an unrelated context are off by 1 and more.
         architectures: Those that it runs with, all of them by default.
@@ -85,7 +86,10 @@ class Case:
 
     def cache(self, strategy: str | None = None) -> Cache:
         """Returns a new cache."""
-        return build_cache(strategy or self.strategy.text, self.model.config)
+        text = strategy or self.strategy.text
+        if "ROTATED" in text:
+            text = text.replace("ROTATED", str(projection_file(self.architecture.name)))
+        return build_cache(text, self.model.config)
 
     # Inputs
 
