@@ -34,7 +34,11 @@ class Scoring:
 
 
 class Kernel(Protocol):
-    """Attends to a layer without building its dense states."""
+    """Attends to a layer without building its dense states.
+
+    A kernel with a true attribute `reads_pieces` reads offloaded blocks some at a time; in the place of others the
+    reference kernel reads them.
+    """
 
     def refuses(self, layer: KVLayer) -> str | None:
         """Returns why this kernel can't read `layer`, or `None` if it can."""

@@ -21,6 +21,7 @@ from hf_kvplus.attention.base import Scoring, heads_per_group
 from hf_kvplus.attention.reference import ReferenceKernel
 from hf_kvplus.codecs import Codec
 from hf_kvplus.codecs.affine import PER_CHANNEL, PER_TOKEN, AffineCodec
+from hf_kvplus.codecs.base import Packed
 from hf_kvplus.codecs.dual_scale import DualScaleCodec
 from hf_kvplus.codecs.identity import IdentityCodec
 from hf_kvplus.codecs.latent import LatentCodec
@@ -29,6 +30,7 @@ from hf_kvplus.layer import KVLayer
 from hf_kvplus.threads import find_runner
 
 DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
+PACKED_SLOTS = {"keys": slots.KEY_CODES, "values": slots.VALUE_CODES}
 MOST_ROWS = 8
 SHARES_PER_THREAD = 4
 # Fields of a payload in the order of the kernel's slots; a codec has at most one of each line.
@@ -61,11 +63,14 @@ class Workspace(threading.local):
         self.arguments[slots.SELF] = ctypes.addressof(self.arguments)
         self.counters = torch.zeros(1, dtype=torch.int64)
         self.partial = torch.empty(0)
+        self.states = torch.empty(0)
         self.padding = torch.zeros(1, dtype=torch.int64)
 
 
 class CPUKernel:
     """Attends on the CPU, on as many threads as PyTorch uses."""
+
+    reads_pieces = True
 
     def __init__(self) -> None:
         self.module = import_kernel()
@@ -143,6 +148,7 @@ class CPUKernel:
         pairs = batch * kv_heads
         threads = torch.get_num_threads()
         tiles = a[slots.PACKED_TILES] + a[slots.RECENT_TILES] + a[slots.SINK_TILES]
+        a[slots.PIECE_FIRST], a[slots.PIECE_LAST] = 0, tiles
         shares = max(1, min(math.ceil(SHARES_PER_THREAD * threads / pairs), tiles // 4)) if threads > 1 else 1
         partial = pairs * shares * chunks * pass_rows
         if len(self.workspace.counters) < pairs:
@@ -170,8 +176,32 @@ class CPUKernel:
         a[slots.SINK_LOGITS] = logits.data_ptr() if logits is not None else 0
         a[slots.PARTIAL_OUTPUT] = self.workspace.partial.data_ptr()
         a[slots.PARTIAL_SUMS] = a[slots.PARTIAL_OUTPUT] + 4 * partial * value_channels
+        ranges = self._pieces(layer)
+        if ranges:
+            # Outputs, sums and largest scores of each pass, see `kept` in the kernel.
+            kept = pairs * shares * chunks * pass_rows * (2 * value_channels + 2 * self.module.LANES)
+            if self.workspace.states.numel() < kept:
+                self.workspace.states = torch.empty(kept)
+            a[slots.STATES] = self.workspace.states.data_ptr()
+            readers = {name: layer.packed[name].pieces(ranges) for name in ("keys", "values")}
+            for first, last in ranges:
+                for name, first_slot in PACKED_SLOTS.items():
+                    self._set_payload(next(readers[name]), first_slot, first)
+                a[slots.NEXT_TASK], a[slots.PIECE_LAST] = 0, last - a[slots.FIRST_TILE]
+                if last == layer.packed_blocks:
+                    a[slots.PIECE_LAST] = tiles
+                self.run(kernel.address, a[slots.SELF], threads)
+                a[slots.PIECE_FIRST] = a[slots.PIECE_LAST]
+            return output
         self.run(kernel.address, a[slots.SELF], threads)
         return output
+
+    def _pieces(self, layer: KVLayer) -> list[tuple[int, int]]:
+        """Returns the ranges of packed blocks that are read one after the other, if a layer's blocks aren't here."""
+        first = self.workspace.arguments[slots.FIRST_TILE]
+        if layer.shelf is None or first >= layer.packed_blocks:
+            return []
+        return layer.packed["keys"].boundaries(first, layer.packed_blocks)
 
     def _compile(self, layer: KVLayer, rows: int) -> Any:
         """Returns the kernel for a layer."""
@@ -210,18 +240,24 @@ class CPUKernel:
             self._set_packed(layer, "values", slots.VALUE_CODES, slots.VALUE_ROTATION)
 
     def _set_packed(self, layer: KVLayer, name: str, first: int, rotation: int) -> None:
-        """Writes the arguments of packed keys or values, whose slots begin at `first`."""
+        """Writes the arguments of packed keys or values, whose slots begin at `first`; offloaded payload follows later."""
         store, a = layer.packed[name], self.workspace.arguments
-        names = store.names
-        for index, choices in enumerate(FIELDS):
-            for field in choices:
-                if field in names:
-                    self._set_tensor(first + 3 * index, store.get(field))
+        if layer.shelf is None:
+            self._set_payload({field: store.get(field) for field in store.names}, first)
         if isinstance(store.codec, DualScaleCodec):
             a[first + 3 * len(FIELDS)] = _padded_levels(store.codec).data_ptr()
             a[slots.OCTAVES] = _octaves().data_ptr()
             matrix = store.codec.rotation(layer.shapes[name][1])
             a[rotation] = 0 if matrix is None else matrix.data_ptr()
+
+    def _set_payload(self, fields: Packed, first: int, first_block: int = 0) -> None:
+        """Writes where the blocks of a payload are, of which the first in memory is `first_block` of the layer."""
+        for index, choices in enumerate(FIELDS):
+            for field in choices:
+                if field in fields:
+                    tensor, slot = fields[field], first + 3 * index
+                    self._set_tensor(slot, tensor)
+                    self.workspace.arguments[slot] -= first_block * tensor.stride(2) * tensor.element_size()
 
     def _set_tensor(self, slot: int, tensor: torch.Tensor) -> None:
         """Writes a tensor's address and its strides over batch rows and heads."""

@@ -123,6 +123,8 @@ def compile_kernel(form: KernelForm) -> Any:
 def _build(form: KernelForm, sources: int) -> Any:
     """Compiles the kernel.
 
+    A layer can be read in pieces: runs over ranges of tiles, one after the other, give to the bit what one run gives.
+
     Numba's cache tells kernels apart by the numbers and strings that the inner function takes from here, so they are
     taken out of `form` one by one.
     """
@@ -165,6 +167,8 @@ def _build(form: KernelForm, sources: int) -> Any:
     rotated_at = rotated_at if key_rotated else query_at
     tile_scores = rows * tokens
     cleared = 2 * rows * value_channels + rows * LANES
+    # What a share has found so far: outputs, sums and largest scores lie side by side.
+    kept = cleared + rows * LANES
 
     @cfunc(types.void(types.CPointer(types.int64)), cache=True, error_model="numpy")
     def kernel(a: Any) -> None:
@@ -180,13 +184,22 @@ def _build(form: KernelForm, sources: int) -> Any:
             if task >= a[slots.TASKS]:
                 return
             share, pair = task % shares, task // shares
+            share_first, share_last = tiles * share // shares, tiles * (share + 1) // shares
+            begin, end = max(share_first, a[slots.PIECE_FIRST]), min(share_last, a[slots.PIECE_LAST])
+            if begin >= end:
+                continue
             head, batch = pair % a[slots.KV_HEADS], pair // a[slots.KV_HEADS]
             padding = read_long(a[slots.PADDING] + 8 * batch)
             for first_row in range(0, padded_rows, rows):
-                fill(base + output_at, np.float32(0), cleared)
+                state = a[slots.STATES] + 4 * kept * (task * a[slots.ROW_CHUNKS] + first_row // rows)
+                if begin > share_first:
+                    read_states(state, base + output_at, one, kept, "float32")
+                else:
+                    fill(base + output_at, np.float32(0), cleared)
+                    for row in range(rows):
+                        write_float(base + largest_at + 4 * row, NOTHING)
                 for row in range(rows):
                     target = base + query_at + 4 * row * key_channels
-                    write_float(base + largest_at + 4 * row, NOTHING)
                     if first_row + row < all_rows:
                         i, j = (first_row + row) // per_head, (first_row + row) % per_head
                         source = a[slots.QUERY] + batch * a[slots.QUERY_B] + i * a[slots.QUERY_Q]
@@ -197,7 +210,7 @@ def _build(form: KernelForm, sources: int) -> Any:
                         fill(target, np.float32(0), key_channels)
                 if key_rotated and a[slots.PACKED_TILES] > 0:
                     rotate(base + query_at, a[slots.KEY_ROTATION], base + rotated_at, key_channels, rows)
-                for tile in range(tiles * share // shares, tiles * (share + 1) // shares):
+                for tile in range(begin, end):
                     # Scores
                     block, start = np.int64(-1), np.int64(0)
                     gap_first, gap_last = np.int64(0), np.int64(0)
@@ -294,6 +307,9 @@ def _build(form: KernelForm, sources: int) -> Any:
                     else:
                         target = base + (packed_at if block >= 0 else output_at)
                         dense_output(values_at, value_line, count, scores, target, value_channels, tokens, rows, dtype)
+                if end < share_last:
+                    read_states(base + output_at, state, one, kept, "float32")
+                    continue
                 # What this share found, for the one that comes last.
                 place = task * padded_rows + first_row
                 unrotates = value_rotated and a[slots.PACKED_TILES] > 0
@@ -308,7 +324,7 @@ def _build(form: KernelForm, sources: int) -> Any:
                         add_scaled(base + folded_at + 4 * row * value_channels, found, one, value_channels)
                     target = a[slots.PARTIAL_OUTPUT] + 4 * (place + row) * value_channels
                     read_states(found, target, one, value_channels, "float32")
-            if count_up(a[slots.SHARES_DONE] + 8 * pair) < shares - 1:
+            if end < share_last or count_up(a[slots.SHARES_DONE] + 8 * pair) < shares - 1:
                 continue
             write_long(a[slots.SHARES_DONE] + 8 * pair, 0)
             for row in range(all_rows):

@@ -123,6 +123,11 @@ class KernelReader:
             known = self.answers[layer] = (layer.dtype, layer.device, self._decide(layer))
         return known[2]
 
+    def kernel_for(self, layer: KVLayer) -> Kernel:
+        """Returns the kernel that reads a layer: offloaded blocks need one that takes them piece by piece."""
+        pieces = layer.shelf is None or getattr(self.kernel, "reads_pieces", False)
+        return self.kernel if pieces else ReferenceKernel()
+
     def _decide(self, layer: KVLayer) -> bool:
         """Whether the kernel reads this layer; says why not."""
         if self.shares:
@@ -130,7 +135,7 @@ class KernelReader:
         elif type(layer).update is not KVLayer.update:
             reason = f"{type(layer).__name__} is read in its own way"
         else:
-            reason = self.kernel.refuses(layer)
+            reason = self.kernel_for(layer).refuses(layer)
         if reason:
             _say(reason)
         return reason is None
@@ -222,7 +227,7 @@ def fused_attention_forward(
         scoring = Scoring(
             query.shape[3] ** -0.5 if scaling is None else scaling, options.get("softcap"), options.get("s_aux")
         )
-        kernel = handover.reader.kernel
+        kernel = handover.reader.kernel_for(layer)
         return kernel.attend(layer, query, scoring, attention_mask, handover.visible), None
     finally:
         layer.finish_update()

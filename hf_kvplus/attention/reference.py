@@ -67,6 +67,8 @@ class ReferenceKernel:
         dtype: Of all arithmetic.
     """
 
+    reads_pieces = True
+
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         self.dtype = dtype
 

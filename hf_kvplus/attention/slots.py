@@ -42,4 +42,8 @@ SINK_KEYS, SINK_KEYS_B, SINK_KEYS_H, SINK_VALUES, SINK_VALUES_B, SINK_VALUES_H =
 # two from 0 to 1 in steps of an eighth (twice) and of a sixteenth.
 KEY_ROTATION, VALUE_ROTATION, OCTAVES = range(80, 83)
 
-COUNT = 83
+# Tiles that this run is about: the first, and the one behind the last. A share that begins earlier goes on from where
+# an earlier run left it, one that ends later leaves it for a later run; STATES: address of room for that, by task.
+PIECE_FIRST, PIECE_LAST, STATES = range(83, 86)
+
+COUNT = 86
