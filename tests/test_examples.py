@@ -122,6 +122,13 @@ def test_model_card_is_written_once(checkpoint, tmp_path, capsys):
     assert "Estimated from the configuration" in card.read_text()
 
 
+def test_a_cache_of_another_package_takes_what_it_says(checkpoint, capsys):
+    run("other_cache", "--model", checkpoint)
+    sizes = dict(re.findall(r"\[(\w+): (\d+) bytes\]", capsys.readouterr().out))
+    # Keys as they are in 4 bytes, values in 2
+    assert int(sizes["adapter"]) == int(sizes["dynamic"]) * 6 / 8
+
+
 def test_every_example_is_run_by_a_test_and_short():
     tests = "".join(path.read_text() for path in Path(__file__).parent.rglob("test_*.py"))
     for path in EXAMPLES.glob("*.py"):

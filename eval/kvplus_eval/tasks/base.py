@@ -71,7 +71,8 @@ class Haystack:
         hay_tokens = tokens - len(fact) - len(self.prefix)
         if len(self.token_ids) < hay_tokens:
             raise ValueError(
-                f"the text has {len(self.token_ids)} tokens, fewer than a task of {tokens}; use smaller --task-lengths"
+                f"the text has {len(self.token_ids)} tokens, fewer than the {hay_tokens} that this task needs; use "
+                "smaller --task-lengths"
             )
         begin = begin % (len(self.token_ids) - hay_tokens + 1)
         hay = list(self.token_ids[begin : begin + hay_tokens])

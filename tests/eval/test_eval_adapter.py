@@ -1,0 +1,77 @@
+"""Caches of other packages as strategies."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from transformers import DynamicCache
+
+from checkpoints import one_thread, save_tiny_checkpoint
+from conftest import tiny_llama_config
+from hf_kvplus import build_cache
+from hf_kvplus.loading import load_model
+from kvplus_eval.data import EvalText
+from kvplus_eval.evaluation import Job, run_evaluation
+from kvplus_eval.guards import claimed_stored_bits
+from kvplus_eval.protocol import Protocol, choose_strategies
+
+EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "other_cache.py"
+
+
+@pytest.fixture
+def config():
+    return tiny_llama_config()
+
+
+def module(tmp_path, text):
+    path = tmp_path / "theirs.py"
+    path.write_text(text)
+    return path
+
+
+def test_a_file_or_a_module_makes_the_cache(config, tmp_path, monkeypatch):
+    path = module(
+        tmp_path, "from transformers import DynamicCache\ndef make_cache(c, n): return DynamicCache(config=c)\n"
+    )
+    assert type(build_cache(f"adapter:{path}", config)) is DynamicCache
+    monkeypatch.syspath_prepend(tmp_path)
+    assert type(build_cache("adapter:theirs", config, max_length=9)) is DynamicCache
+
+
+@pytest.mark.parametrize(
+    ("strategy", "kind", "words"),
+    [
+        ("adapter", ValueError, "needs a module or a .py file: write `adapter:my_caches`"),
+        ("adapter:no_such_module_here", ValueError, "there is no module `no_such_module_here`"),
+        ("adapter:gone/theirs.py", ValueError, "there is no file `gone/theirs.py`"),
+        ("adapter:json", ValueError, "`json` has no function `make_cache`"),
+        ("adapter:json,function=loads,color=red", ValueError, "unknown option color; it takes function, bits, evicts"),
+        ("adapter:operator,function=eq", TypeError, "`eq` must return a transformers Cache, got bool"),
+    ],
+)
+def test_what_is_wrong_with_an_adapter_is_told(config, strategy, kind, words):
+    with pytest.raises(kind, match=words):
+        build_cache(strategy, config)
+
+
+def test_claims_of_an_adapter_are_its_own():
+    assert claimed_stored_bits("adapter:theirs") is None
+    assert claimed_stored_bits("adapter:theirs,bits=4.5") == 4.5
+    assert choose_strategies("fp,adapter:theirs,bits=4.5,evicts=yes") == ["fp", "adapter:theirs,bits=4.5,evicts=yes"]
+
+
+def test_the_example_is_measured_beside_the_others(tmp_path):
+    with one_thread():
+        model, _, source = load_model(str(save_tiny_checkpoint(tmp_path / "model")), device="cpu")
+        protocol = Protocol(windows=1, window_tokens=320, chunk_tokens=32, timing_rounds=0)
+        strategies = [f"adapter:{EXAMPLE},bits=24", f"adapter:{EXAMPLE},bits=8"]
+        text = EvalText("numbers", "numbers")
+        job = Job(model, source, text, [torch.arange(320) * 7 % 63], strategies, protocol, tmp_path)
+        honest, boasting = run_evaluation(job, Console(quiet=True)).rows
+    assert honest["status"] == "ok"
+    assert honest["metrics"]["stored_bits_per_element"] == 24
+    assert 0 < honest["metrics"]["kl_mean_nats"] < 0.1
+    assert [one["key_error"] for one in honest["layers"]] == [0, 0]
+    assert boasting["status"] == "refused"
+    assert "claims 8 bits an element, but nothing was packed" in boasting["reason"]
