@@ -134,3 +134,13 @@ def test_every_example_is_run_by_a_test_and_short():
     for path in EXAMPLES.glob("*.py"):
         assert re.search(rf'"{path.stem}(\.py)?"', tests), path.name
         assert len(path.read_text().splitlines()) < 60
+
+
+def test_gqa_conversion_stores_less_in_both_ways(checkpoint, text, tmp_path, capsys):
+    sizes = ["--num-key-value-heads", "1", "--windows", "2", "--window-tokens", "256"]
+    run("gqa_conversion", "--model", checkpoint, "--text", text, "--out", str(tmp_path / "converted"), *sizes)
+    out = capsys.readouterr().out
+    held = {name: parse_bytes(size) for name, size in re.findall(r"^(.*?): (.*?) for 263 tokens", out, re.MULTILINE)}
+    assert held["converted, 4 bits"] < held["converted"] < 0.6 * held["as it is"]
+    assert held["latents in the cache"] < 0.8 * held["as it is"]
+    assert load_config(str(tmp_path / "converted")).num_key_value_heads == 1
