@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from hf_kvplus.fingerprint import config_fields
 from hf_kvplus.gqa.projection import DEFAULT_RECENT_TOKENS, DEFAULT_SINK_TOKENS, GQA
 from hf_kvplus.hybrid import HybridKVLayer, RecurrentLayer
 from hf_kvplus.layer import KVLayer
+from hf_kvplus.layer_plan import LayerPlan, load_plan
 from hf_kvplus.offload_index import IndexWriter
 from hf_kvplus.policies import FullPolicy, NativeWindowPolicy, Policy, SinkWindowPolicy
 from hf_kvplus.recipes import Quantization
@@ -61,7 +64,8 @@ class KVPlusCache(Cache):
 
     Args:
         config: The model's configuration; of a multimodal or encoder-decoder model the text decoder's part is used.
-        quantization: How states are quantized; `None` keeps them as they are.
+        quantization: How states are quantized, for every layer alike, by a plan, or as a sequence with one entry a
+            layer; `None` keeps them as they are.
         window: Sinks and a window, for the layers that have full attention; `None` keeps every token.
         gqa: How fewer heads are stored; `None` stores all. See `GQACache`.
         cross_attention: Whether this cache holds what a decoder reads of its encoder: every layer keeps all of it,
@@ -78,7 +82,7 @@ class KVPlusCache(Cache):
         self,
         config: PretrainedConfig,
         *,
-        quantization: Quantization | None = None,
+        quantization: Quantization | LayerPlan | Sequence[Quantization | None] | None = None,
         window: SinkWindowPolicy | None = None,
         gqa: GQA | None = None,
         cross_attention: bool = False,
@@ -92,10 +96,11 @@ class KVPlusCache(Cache):
         self.last_updated: int | None = None
         self.cross_attention = cross_attention
         self.config_fields = config_fields(decoder_config)
-        self.quantization = quantization if quantization and quantization.packs else None
+        self.quantization = _checked_quantization(quantization, decoder_config)
         for head_dim in config_head_dims(decoder_config) if self.quantization and not gqa else ():
-            for codec in self.quantization.codecs():
-                codec.check(head_dim)
+            for layer_quantization in set(self._quantizations(1)) - {None}:
+                for codec in replace(layer_quantization, calibration=None).codecs():
+                    codec.check(head_dim)
         layers, self.plan = [], []
         layer_types, layer_options = layer_types_and_options(decoder_config)
         if cross_attention:
@@ -129,13 +134,17 @@ class KVPlusCache(Cache):
             layer.shelve(Shelf(shelves, index) if shelves else None)
             self.plan[index] += f"; {self.offload_options.describe()}"
 
+    def _quantizations(self, layers: int) -> tuple[Quantization | None, ...]:
+        """Returns how each layer is quantized."""
+        return self.quantization if isinstance(self.quantization, tuple) else (self.quantization,) * layers
+
     def _packing(self, index: int) -> Packing | None:
         """Returns how a layer packs blocks, `None` if it doesn't.
 
         Raises:
             ValueError: If a codec doesn't fit, or a number is given twice.
         """
-        quantization, gqa = self.quantization, self.gqa
+        quantization, gqa = self._quantizations(index + 1)[index], self.gqa
         if quantization is not None:
             recent, sinks = quantization.residual_length, quantization.num_sink_tokens
             if gqa and (gqa.residual_length, gqa.num_sink_tokens) != (None, None):
@@ -143,7 +152,7 @@ class KVPlusCache(Cache):
         elif gqa is not None:
             recent = DEFAULT_RECENT_TOKENS if gqa.residual_length is None else gqa.residual_length
             sinks = DEFAULT_SINK_TOKENS if gqa.num_sink_tokens is None else gqa.num_sink_tokens
-        codecs = quantization.codecs() if quantization else ()
+        codecs = quantization.codecs(index) if quantization else ()
         if self.projection is not None:
             codecs = self.projection.codecs(index, codecs)
         return Packing(codecs, recent, sinks) if codecs else None
@@ -292,7 +301,8 @@ class KVPlusCache(Cache):
 
     def options(self) -> dict[str, Any]:
         """Returns what `from_options` builds an empty cache like this one from, as plain values."""
-        quantization = asdict(self.quantization) if self.quantization else None
+        plain = [asdict(layer) if layer else None for layer in self._quantizations(1)]
+        quantization = plain if isinstance(self.quantization, tuple) else plain[0]
         window = asdict(self.window) if self.window else None
         options = {"quantization": quantization, "window": window, "cross_attention": self.cross_attention}
         if self.gqa:
@@ -314,7 +324,11 @@ class KVPlusCache(Cache):
         options = dict(options)
         kinds = {"quantization": Quantization, "window": SinkWindowPolicy, "gqa": GQA, "offload": Offload}
         for name, kind in kinds.items():
-            options[name] = kind(**options[name]) if options.get(name) else None
+            given = options.get(name)
+            if isinstance(given, list):
+                options[name] = tuple(kind(**layer) if layer else None for layer in given)
+            else:
+                options[name] = kind(**given) if given else None
         if space is not None:
             options["offload"] = space
         return KVPlusCache(config, **options)
@@ -342,13 +356,15 @@ class QuantizedCache(KVPlusCache):
         key_nbits: Bits of keys, if they differ; 16 leaves them unquantized.
         value_nbits: Bits of values, if they differ.
         group_size: Elements that share a scale; `None` takes what the recipe measured best with, see `Quantization`.
-        residual_length: Most recent tokens that always stay at full precision.
-        num_sink_tokens: First tokens of each row that always stay at full precision.
+        residual_length: Most recent tokens that always stay at full precision; `None` takes 64, and 128 at 2 bits.
+        num_sink_tokens: First tokens of each row that always stay at full precision; `None` takes 4, and 8 at 2 bits.
         recipe: How states are encoded; `"auto"` takes the best one measured for the width.
+        layer_plan: A plan by `kvplus plan` (its file, dictionary or `LayerPlan`), which takes the place of all other
+            options.
 
     Raises:
         TypeError: If `config` isn't a transformers configuration.
-        ValueError: If an option is out of range or doesn't fit the model.
+        ValueError: If an option is out of range or doesn't fit the model, or the plan was made for another one.
 
     Example:
         >>> cache = QuantizedCache(model.config, nbits=4)
@@ -362,10 +378,14 @@ class QuantizedCache(KVPlusCache):
         key_nbits: int | None = None,
         value_nbits: int | None = None,
         group_size: int | None = None,
-        residual_length: int = 64,
-        num_sink_tokens: int = 4,
+        residual_length: int | None = None,
+        num_sink_tokens: int | None = None,
         recipe: str = "auto",
+        layer_plan: LayerPlan | Mapping[str, Any] | str | Path | None = None,
     ) -> None:
+        if layer_plan is not None:
+            super().__init__(config, quantization=load_plan(layer_plan))
+            return
         quantization = Quantization(
             key_nbits=nbits if key_nbits is None else key_nbits,
             value_nbits=nbits if value_nbits is None else value_nbits,
@@ -415,6 +435,22 @@ class SlidingWindowCache(KVPlusCache):
         window = SinkWindowPolicy(sliding_window, num_sink_tokens, positions, prefill, rollback_tokens)
         quantization = Quantization(nbits, nbits, num_sink_tokens=num_sink_tokens)
         super().__init__(config, quantization=quantization, window=window)
+
+
+def _checked_quantization(
+    given: Quantization | LayerPlan | Sequence[Quantization | None] | None, config: PretrainedConfig
+) -> Quantization | tuple[Quantization | None, ...] | None:
+    """Returns how layers are quantized: alike, or one by one; `None` where nothing is.
+
+    Raises:
+        ValueError: If a plan is for another model or a sequence for another number of layers.
+    """
+    if given is None or isinstance(given, Quantization):
+        return given if given and given.packs else None
+    plan = given if isinstance(given, LayerPlan) else LayerPlan(tuple(given))
+    plan.check(config)
+    layers = tuple(layer if layer and layer.packs else None for layer in plan.layers)
+    return layers if any(layers) else None
 
 
 def text_config(config: PretrainedConfig) -> PretrainedConfig:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from hf_kvplus.checks import require_at_least, require_choice, require_multiple
@@ -17,6 +17,7 @@ from hf_kvplus.codecs.affine import PER_CHANNEL, PER_TOKEN, AffineCodec
 from hf_kvplus.codecs.dual_scale import DualScaleCodec
 from hf_kvplus.codecs.identity import IdentityCodec
 from hf_kvplus.codecs.levels import LLOYD_MAX, UNIFORM
+from hf_kvplus.codecs.metric import KeyMetric
 from hf_kvplus.registry import Registry
 
 SUPPORTED_NBITS = (2, 3, 4, 5, 6, 8, 16)
@@ -24,6 +25,8 @@ AUTO_RECIPE = "dual_scale"
 DEFAULT_GROUP_SIZE = 64
 # The shorter a block, the narrower its channels' ranges; 48 tokens are what 4.5 stored bits have room for at 4 bits.
 DUAL_SCALE_BLOCK_TOKENS = 48
+# Tokens at full precision, recent ones and sinks; with keys and values of 2 bits they matter most.
+FULL_PRECISION, FULL_PRECISION_AT_2_BITS = (64, 4), (128, 8)
 
 RecipeFunction = Callable[[int, "int | None", int], tuple[Codec, Codec]]
 recipes: Registry[RecipeFunction] = Registry("recipe")
@@ -67,9 +70,12 @@ class Quantization:
         group_size: Elements that share a scale. For the recipe `"dual_scale"` (which `"auto"` takes) the tokens of a
             block, 48 by default (64 at 8 bits). For `"affine"` tokens for keys and channels for values, by default 64
             or, of channels, the largest divisor of `head_dim` below.
-        residual_length: Most recent tokens that stay at full precision.
-        num_sink_tokens: First tokens of each row that stay at full precision.
+        residual_length: Most recent tokens that stay at full precision; `None` takes 64, and 128 where keys and values
+            have 2 bits.
+        num_sink_tokens: First tokens of each row that stay at full precision; `None` takes 4, and 8 at 2 bits.
         recipe: A name from `recipes`, or `"auto"`.
+        calibration: File with the metrics of the model's queries, made by `kvplus plan --calibrate`; keys of
+            `"dual_scale"` are then encoded with it, see `hf_kvplus.codecs.metric`.
 
     Raises:
         ValueError: If an option is out of range; the message says what to use.
@@ -78,12 +84,17 @@ class Quantization:
     key_nbits: int = 4
     value_nbits: int = 4
     group_size: int | None = None
-    residual_length: int = 64
-    num_sink_tokens: int = 4
+    residual_length: int | None = None
+    num_sink_tokens: int | None = None
     recipe: str = "auto"
+    calibration: str | None = None
 
     def __post_init__(self) -> None:
-        """Checks the options once."""
+        """Checks the options once and decides what was left open."""
+        kept = FULL_PRECISION_AT_2_BITS if self.key_nbits == self.value_nbits == 2 else FULL_PRECISION
+        for name, default in zip(("residual_length", "num_sink_tokens"), kept, strict=True):
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, default)
         require_choice("key_nbits", self.key_nbits, SUPPORTED_NBITS)
         require_choice("value_nbits", self.value_nbits, SUPPORTED_NBITS)
         require_at_least("residual_length", self.residual_length, 0)
@@ -92,6 +103,10 @@ class Quantization:
             require_multiple("group_size", self.group_size, 8)
         if self.recipe != "auto":
             recipes.get(self.recipe)
+        if self.calibration is not None and self.recipe_name != "dual_scale":
+            raise ValueError(
+                f"`calibration` goes with the recipe 'dual_scale', not {self.recipe!r}; leave one of them out"
+            )
 
     @property
     def block_tokens(self) -> int:
@@ -111,13 +126,23 @@ class Quantization:
         """The recipe that is used, after `"auto"` was decided."""
         return AUTO_RECIPE if self.recipe == "auto" else self.recipe
 
-    def codecs(self) -> tuple[Codec, Codec]:
-        """Returns the key codec and the value codec."""
+    def codecs(self, layer: int = 0) -> tuple[Codec, Codec]:
+        """Returns the key codec and the value codec.
+
+        Args:
+            layer: Index of the decoder layer; only a calibration depends on it.
+
+        Raises:
+            FileNotFoundError: If the calibration's file is missing.
+            ValueError: If it doesn't know the layer.
+        """
         build = recipes.get(self.recipe_name)
         identity = IdentityCodec(block_tokens=self.block_tokens)
         keys, values = identity, identity
         if self.key_nbits < 16:
             keys, _ = build(self.key_nbits, self.group_size, self.block_tokens)
+            if self.calibration is not None:
+                keys = replace(keys, metric=KeyMetric(self.calibration, layer))
         if self.value_nbits < 16:
             _, values = build(self.value_nbits, self.group_size, self.block_tokens)
         return keys, values

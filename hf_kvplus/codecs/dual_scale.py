@@ -12,17 +12,22 @@ so that the projection of the stored key on the true one has the right length.
 
 The offset takes a key bias with it, exactly: it is stored and added back, never dropped. Left out: offsets per token,
 and any state that outlives a block.
+
+With a metric of the model's queries (see `metric` and `feedback`) codes are chosen so that their errors lie in
+directions that queries don't look into. Only encoding knows of it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from hf_kvplus.checks import require_at_least, require_choice, require_multiple
 from hf_kvplus.codecs.affine import HALF_MAX, PER_CHANNEL, PER_TOKEN
 from hf_kvplus.codecs.base import Codec, Packed, codecs
+from hf_kvplus.codecs.feedback import round_with_feedback
 from hf_kvplus.codecs.levels import LLOYD_MAX, UNIFORM, level_table, nearest_codes
 from hf_kvplus.codecs.log_scale import (
     CHANNEL_STEPS,
@@ -32,6 +37,7 @@ from hf_kvplus.codecs.log_scale import (
     smallest,
     to_log_scale,
 )
+from hf_kvplus.codecs.metric import KeyMetric
 from hf_kvplus.codecs.packing import PLANES, pack, packed_length, unpack
 from hf_kvplus.codecs.rotation import hadamard
 
@@ -66,6 +72,7 @@ class DualScaleCodec(Codec):
         clips: How many of `CLIPS` are tried per channel, keeping the least squared error.
         refinements: Rounds of fitting step and offset by least squares; 0 covers the whole range.
         correct_tokens: Whether token scales are corrected for the length that quantization took off.
+        metric: What errors cost, where it was measured for the model; the codes change, their layout doesn't.
 
     Raises:
         ValueError: If an option doesn't fit.
@@ -79,6 +86,7 @@ class DualScaleCodec(Codec):
     clips: int = 1
     refinements: int = 2
     correct_tokens: bool = False
+    metric: KeyMetric | None = None
 
     def __post_init__(self) -> None:
         """Checks the options once."""
@@ -101,7 +109,8 @@ class DualScaleCodec(Codec):
 
     def describe(self) -> str:
         """Returns the codec in a few words."""
-        return f"{self.nbits} bits {'rotated, ' if self.rotate else ''}dual scale"
+        calibrated = ", calibrated" if self.metric else ""
+        return f"{self.nbits} bits {'rotated, ' if self.rotate else ''}dual scale{calibrated}"
 
     def rotation(self, head_dim: int, device: torch.device | str = "cpu") -> torch.Tensor | None:
         """Returns the `(head_dim, head_dim)` rotation of stored states, its own inverse; `None` without one."""
@@ -127,17 +136,34 @@ class DualScaleCodec(Codec):
             token_scale = from_log_scale(token_codes, TOKEN_STEPS)
             normal = normal / token_scale
         mean, scale = self._fit(normal, weight)
+        if self.metric is not None:
+            # A first pass tells how far corrected states reach, to which offsets and steps are fitted.
+            first, target = self._feedback(self.metric, normal, *_stored_as(mean, scale))
+            stored = self.level_table(first.device)[first.int()]
+            _, mean, scale = _least_squares(stored, target, mean, scale, weight)
         packed["mean"], packed["mean_scale"], mean = _round_mean(mean)
         packed["channel_scale"] = to_log_scale(scale).squeeze(-2)
         scale = from_log_scale(packed["channel_scale"])[..., None, :]
-        codes = nearest_codes((normal - mean) * _inverse(scale), self.nbits, self.levels)
+        if self.metric is not None:
+            codes, _ = self._feedback(self.metric, normal, mean, scale)
+        else:
+            codes = nearest_codes((normal - mean) * _inverse(scale), self.nbits, self.levels)
         packed["codes"] = pack(codes.transpose(-1, -2) if self.axis == PER_CHANNEL else codes, self.nbits)
         if token_scale is not None:
             if self.correct_tokens:
                 stored = self.level_table(codes.device)[codes.int()] * scale + mean
-                token_codes = to_log_scale(token_scale * _correction(normal, stored), TOKEN_STEPS)
+                moment = self.metric.moment(self.rotate, normal.device) if self.metric else None
+                token_codes = to_log_scale(token_scale * _correction(normal, stored, moment), TOKEN_STEPS)
             packed["token_scale"] = token_codes.squeeze(-1)
         return packed
+
+    def _feedback(
+        self, metric: KeyMetric, normal: torch.Tensor, mean: torch.Tensor, scale: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns codes and what was rounded to them, chosen so that errors are quiet in the metric."""
+        factor = metric.factor(self.rotate, normal.device)
+        nearest = partial(nearest_codes, nbits=self.nbits, kind=self.levels)
+        return round_with_feedback(normal, mean, scale, factor, nearest, self.level_table(normal.device))
 
     def _fit(self, normal: torch.Tensor, weight: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the offset and the step of each channel, both `(..., 1, channels)`."""
@@ -236,10 +262,19 @@ def _round_mean(mean: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.T
     return codes.to(torch.int8).squeeze(-2), scale_codes.squeeze(-2), codes * scale
 
 
-def _correction(wanted: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
-    """Returns the factor per token, `(..., tokens, 1)`, that makes `<stored, wanted>` equal `<wanted, wanted>`."""
-    length = wanted.square().sum(-1, keepdim=True)
-    projection = (stored * wanted).sum(-1, keepdim=True)
+def _stored_as(mean: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns offsets and steps, `(..., 1, channels)`, as they will be read."""
+    return _round_mean(mean)[2], from_log_scale(to_log_scale(scale))
+
+
+def _correction(wanted: torch.Tensor, stored: torch.Tensor, moment: torch.Tensor | None) -> torch.Tensor:
+    """Returns the factor per token, `(..., tokens, 1)`, that makes `<stored, wanted>` equal `<wanted, wanted>`.
+
+    Products are those of a metric `(kv_heads, channels, channels)`, if one is given.
+    """
+    measured = wanted if moment is None else wanted @ moment[:, None]
+    length = (measured * wanted).sum(-1, keepdim=True)
+    projection = (stored * measured).sum(-1, keepdim=True)
     factor = torch.where(projection > 0, length / projection.clamp_min(TINY), 1.0)
     return torch.where(length > 0, factor.clamp(1 / MOST_CORRECTION, MOST_CORRECTION), 1.0)
 

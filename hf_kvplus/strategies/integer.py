@@ -8,28 +8,23 @@ from hf_kvplus.recipes import SUPPORTED_NBITS, Quantization
 from hf_kvplus.strategies.base import Options, composable
 from hf_kvplus.strategies.grammar import Part
 
-OPTIONS = ("group", "recent", "sinks", "recipe")
+OPTIONS = ("group", "recent", "sinks", "recipe", "calibration")
 WIDTHS = "|".join(str(nbits) for nbits in SUPPORTED_NBITS)
 
 
-# At 2 bits the tokens that stay at full precision matter most.
-FULL_PRECISION = {"recent": 64, "sinks": 4}
-FULL_PRECISION_AT_2_BITS = {"recent": 128, "sinks": 8}
-
-
 def quantization(part: Part, key_nbits: int, value_nbits: int) -> Options:
-    """Returns the `Quantization` of a part with options `group`, `recent`, `sinks` and `recipe`."""
+    """Returns the `Quantization` of a part with its options, see `Quantization`."""
     part.require_no_value()
     part.require_options(*OPTIONS)
-    kept = FULL_PRECISION_AT_2_BITS if key_nbits == value_nbits == 2 else FULL_PRECISION
     return {
         "quantization": Quantization(
             key_nbits=key_nbits,
             value_nbits=value_nbits,
             group_size=part.integer("group"),
-            residual_length=part.integer("recent", kept["recent"]),
-            num_sink_tokens=part.integer("sinks", kept["sinks"]),
+            residual_length=part.integer("recent"),
+            num_sink_tokens=part.integer("sinks"),
             recipe=part.options.get("recipe", "auto"),
+            calibration=part.options.get("calibration"),
         )
     }
 

@@ -1,0 +1,130 @@
+"""What errors in keys cost: the second moment of the queries that read them, measured once for a model.
+
+An error e in a key changes the score of a query q by q e, and on average over queries the squared change is e M e with
+M = E[q q]. Queries of a model are far from evenly spread, so an error along a quiet direction costs next to nothing.
+`kvplus plan --calibrate` measures M for every layer and KV head; a codec that knows it pushes errors into quiet
+directions (see `feedback`). What is stored and how it is read doesn't change.
+
+A codec names its metric by file and layer and holds no tensor: metrics belong to a model, like weights, and are shared
+by all its caches. A pair of files is told apart by content, so a file may be moved.
+
+    layer.3    (kv_heads, head_dim, head_dim) float16, of mean diagonal 1, in the model's own channels
+"""
+
+from __future__ import annotations
+
+import hashlib
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hf_kvplus.codecs.rotation import hadamard
+
+# Part of the mean diagonal that is added to it: rarely seen directions aren't free.
+DAMPING = 0.03
+
+
+class KeyMetric:
+    """The metric of one layer, by file.
+
+    Args:
+        path: A file by `save_metrics`.
+        layer: Which layer's.
+
+    Raises:
+        FileNotFoundError: If there is no such file.
+        ValueError: If it has no metric of that layer.
+    """
+
+    def __init__(self, path: str | Path, layer: int) -> None:
+        self.path, self.layer = str(path), layer
+        self.digest, layers = _inspect(self.path)
+        if layer not in layers:
+            raise ValueError(f"`calibration` {path} has no layer {layer}; make one for this model with `kvplus plan`")
+
+    def factor(self, rotate: bool, device: torch.device | str = "cpu") -> torch.Tensor:
+        """Returns what `feedback` needs.
+
+        Args:
+            rotate: Whether the states that are quantized are rotated.
+            device: Where it is needed.
+
+        Returns:
+            `(kv_heads, head_dim, head_dim)` float32, unit upper triangular W with M = W^T diag W.
+
+        Raises:
+            FileNotFoundError: If the file is gone.
+        """
+        return _factor(self.path, self.layer, rotate, str(device))
+
+    def moment(self, rotate: bool, device: torch.device | str = "cpu") -> torch.Tensor:
+        """Returns M of rotated or unrotated channels, damped, `(kv_heads, head_dim, head_dim)` float32."""
+        return _moment(self.path, self.layer, rotate, str(device))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, KeyMetric) and (self.digest, self.layer) == (other.digest, other.layer)
+
+    def __hash__(self) -> int:
+        return hash((self.digest, self.layer))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> KeyMetric:
+        return self
+
+    def __repr__(self) -> str:
+        return f"KeyMetric(layer={self.layer}, sha256={self.digest[:12]})"
+
+
+def save_metrics(path: str | Path, moments: list[torch.Tensor | None]) -> None:
+    """Writes the metrics of a model.
+
+    Args:
+        path: The file.
+        moments: `(kv_heads, head_dim, head_dim)` second moment of the queries of each layer, `None` for layers that
+            have none.
+
+    Raises:
+        OSError: If the file can't be written.
+    """
+    from safetensors.torch import save_file
+
+    tensors = {}
+    for layer, moment in enumerate(moments):
+        if moment is not None:
+            # Half precision has no room for large queries, and only directions matter.
+            size = moment.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None].clamp_min(1e-30)
+            tensors[f"layer.{layer}"] = (moment / size).half().contiguous()
+    save_file(tensors, str(path), metadata={"format": "hf_kvplus key metrics"})
+
+
+@lru_cache(maxsize=16)
+def _inspect(path: str) -> tuple[str, frozenset[int]]:
+    """Returns a digest of the file and the layers in it."""
+    from safetensors import safe_open
+
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"`calibration` {path}: no such file; make one with `kvplus plan --calibrate`")
+    with safe_open(path, framework="pt") as file:
+        layers = frozenset(int(name.partition(".")[2]) for name in file.keys())  # noqa: SIM118, not a dictionary
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest(), layers
+
+
+@lru_cache(maxsize=512)
+def _moment(path: str, layer: int, rotate: bool, device: str) -> torch.Tensor:
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as file:
+        moment = file.get_tensor(f"layer.{layer}").float()
+    channels = moment.shape[-1]
+    moment = moment + DAMPING * torch.eye(channels)
+    if rotate:
+        rotation = hadamard(channels)
+        moment = rotation @ moment @ rotation
+    return moment.to(device)
+
+
+@lru_cache(maxsize=512)
+def _factor(path: str, layer: int, rotate: bool, device: str) -> torch.Tensor:
+    lower = torch.linalg.cholesky(_moment(path, layer, rotate, "cpu").double())
+    return (lower / lower.diagonal(dim1=-2, dim2=-1)[:, None, :]).transpose(-1, -2).float().contiguous().to(device)
