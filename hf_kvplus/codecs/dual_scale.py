@@ -27,6 +27,7 @@ import torch
 from hf_kvplus.checks import require_at_least, require_choice, require_multiple
 from hf_kvplus.codecs.affine import HALF_MAX, PER_CHANNEL, PER_TOKEN
 from hf_kvplus.codecs.base import Codec, Packed, codecs
+from hf_kvplus.codecs.compiled import find_decoder
 from hf_kvplus.codecs.feedback import round_with_feedback
 from hf_kvplus.codecs.levels import LLOYD_MAX, UNIFORM, level_table, nearest_codes
 from hf_kvplus.codecs.log_scale import (
@@ -188,6 +189,14 @@ class DualScaleCodec(Codec):
 
     def decode(self, packed: Packed, head_dim: int, out: torch.Tensor) -> None:
         """Unpacks, scales and rotates blocks back into `out`; see `Codec.decode`."""
+        decoder = find_decoder() if out.device.type == "cpu" and out.numel() else None
+        if decoder and decoder.fits(self, head_dim):
+            decoder.decode(self, packed, out)
+        else:
+            self.decode_by_operators(packed, head_dim, out)
+
+    def decode_by_operators(self, packed: Packed, head_dim: int, out: torch.Tensor) -> None:
+        """Does the same with PyTorch's operators, on any device."""
         line = self.block_tokens if self.axis == PER_CHANNEL else head_dim
         codes = unpack(packed["codes"], self.nbits, line)
         if self.axis == PER_CHANNEL:
