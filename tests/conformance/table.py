@@ -1,4 +1,4 @@
-"""Runs the suite and writes docs/conformance.md from its results: `python tests/conformance/table.py`.
+"""Runs the suite; writes docs/conformance.md and the table in the README: `python tests/conformance/table.py`.
 
 With the path of a report that `pytest tests/conformance --junitxml=PATH` has written, that one is read instead.
 """
@@ -20,6 +20,8 @@ from suite import CELLS, STRATEGIES
 
 HERE = Path(__file__).parent
 TARGET = HERE.parents[1] / "docs" / "conformance.md"
+README = HERE.parents[1] / "README.md"
+BEGIN, END = "<!-- conformance: begin -->", "<!-- conformance: end -->"
 Cell = tuple[str, str, str]
 
 
@@ -98,8 +100,39 @@ def render(results: dict[Cell, bool]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def summarize(results: dict[Cell, bool]) -> str:
+    """Returns the table of the README: modes by strategies, each with the architectures that pass of those it fits."""
+    columns = [strategy for strategy in STRATEGIES if len(strategy.architectures) > 1]
+    lines = [
+        "| mode | " + " | ".join(f"`{strategy.text}`" for strategy in columns) + " |",
+        "|---|" + "---:|" * len(columns),
+    ]
+    for mode in MODES:
+        row = []
+        for strategy in columns:
+            due = [(name, strategy.text, mode) for name in strategy.architectures]
+            due = [cell for cell in due if CELLS[cell] is None]
+            row.append(f"{sum(results.get(cell, False) for cell in due)} of {len(due)}")
+        lines.append(f"| {mode} | " + " | ".join(row) + " |")
+    return "\n".join(lines)
+
+
+def put_into_readme(document: str, table: str) -> str:
+    """Replaces what stands between the markers.
+
+    Raises:
+        ValueError: If there are none.
+    """
+    head, begin, rest = document.partition(BEGIN)
+    _, end, tail = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"the README must hold the markers `{BEGIN}` and `{END}`")
+    return f"{head}{BEGIN}\n{table}\n{END}{tail}"
+
+
 if __name__ == "__main__":
     outcome = read_report(Path(sys.argv[1])) if sys.argv[1:] else run_suite()
-    TARGET.write_text(render(outcome))
+    TARGET.write_text(render(outcome), encoding="utf-8")
+    README.write_text(put_into_readme(README.read_text(encoding="utf-8"), summarize(outcome)), encoding="utf-8")
     print(f"{TARGET.name}: {sum(outcome.values())} of {len(outcome)} cells pass")
     sys.exit(0 if all(outcome.values()) and outcome else 1)
