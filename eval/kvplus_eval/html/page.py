@@ -206,11 +206,14 @@ def _chart_of_loss(rows: Sequence[Row], colors: dict[str, str]) -> str:
     ]
     if not points:
         return ""
-    drawing = scatter_chart(
-        points, Axis("stored bits per element", log=True), Axis("KL", write="{:.0e}".format, log=True)
-    )
+    drawing = scatter_chart(points, Axis("stored bits per element", log=True), Axis("KL", write=write_loss, log=True))
     words = "mean KL to the full cache in nats, at least 1e-7; the band joins the Pareto front, named in bold"
     return _caption("Loss against stored bits", words, drawing)
+
+
+def write_loss(value: float) -> str:
+    """Writes a power of ten briefly: `1`, `0.01`, `1e-4`."""
+    return f"{value:g}" if value >= 0.01 else f"{value:.0e}".replace("e-0", "e-")
 
 
 def _chart_of_times(rows: Sequence[Row], colors: dict[str, str]) -> str:
