@@ -103,10 +103,12 @@ class HeadProjection:
             `(batch, query_heads, queries, 1)`.
         """
         _, decoder, mean = self.tensors(query.device)
-        grouped = query.unflatten(1, (self.heads, -1))  # (b, heads, n, q, channels)
+        batch, query_heads, queries, _ = query.shape
+        # The queries of a head in one product, which broadcasting over them would copy the matrix for.
+        grouped = query.reshape(batch, self.heads, -1, self.channels)
         wide = decoder.to(query.dtype).unflatten(1, (self.heads, self.channels)).movedim(0, 2)  # (heads, channels, m)
-        offset = grouped @ mean.to(query.dtype).view(self.heads, 1, self.channels, 1)
-        return (grouped @ wide[:, None]).flatten(1, 2), offset.flatten(1, 2)
+        offset = grouped @ mean.to(query.dtype).view(self.heads, self.channels, 1)
+        return (grouped @ wide).view(batch, query_heads, queries, -1), offset.view(batch, query_heads, queries, 1)
 
     def expand(self, output: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """Turns sums of latents into sums of states.
@@ -119,10 +121,13 @@ class HeadProjection:
             `(batch, query_heads, queries, channels)`.
         """
         _, decoder, mean = self.tensors(output.device)
-        grouped, weights = (tensor.unflatten(1, (self.heads, -1)) for tensor in (output, weight))
+        batch, query_heads, queries, _ = output.shape
+        grouped, weights = (
+            tensor.reshape(batch, self.heads, -1, tensor.shape[3]) for tensor in (output, weight)
+        )  # (b, heads, n * q, ...)
         wide = decoder.to(output.dtype).unflatten(1, (self.heads, self.channels)).movedim(1, 0)  # (heads, m, channels)
-        offset = mean.to(output.dtype).view(self.heads, 1, 1, self.channels) * weights
-        return (grouped @ wide[:, None] + offset).flatten(1, 2)
+        offset = mean.to(output.dtype).view(self.heads, 1, self.channels) * weights
+        return (grouped @ wide + offset).view(batch, query_heads, queries, self.channels)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HeadProjection:
         """Copies of a cache share their projections, as copies of a tensor's view share a storage."""
