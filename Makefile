@@ -1,7 +1,8 @@
 # Two commands do everything on a fresh machine with Python, git and make:
 #   make eval   environment, model, evaluation: prints the table, writes rows, report and plots
 #   make test   environment, tests
-# Both are fast the second time. Change what they do with variables, for example
+#   make results TEXT=my.txt   what the README shows, for three models, into eval/results/cpu
+# The first two are fast the second time. Change what they do with variables, for example
 #   make eval STRATEGIES=dynamic,int4 WINDOWS=1 TEXT=my.txt
 
 PYTHON ?= python3
@@ -23,9 +24,9 @@ READY := $(VENV)/.ready
 WEIGHTS := $(VENV)/.weights
 TEST_WEIGHTS := $(VENV)/.test-weights
 
-.PHONY: help env model eval bench test lint wheel clean
+.PHONY: help env model eval results bench test lint wheel clean
 help:
-	@sed -n '2,6p' Makefile | cut -c3-
+	@sed -n '2,7p' Makefile | cut -c3-
 
 env: $(READY)
 $(READY): pyproject.toml constraints.txt
@@ -47,6 +48,18 @@ $(WEIGHTS): $(READY)
 eval: $(WEIGHTS)
 	$(BIN)/kvplus eval --model $(MODEL) --strategies $(STRATEGIES) --windows $(WINDOWS) \
 		--window-tokens $(WINDOW_TOKENS) --chunk-tokens $(CHUNK_TOKENS) --out $(OUT) $(if $(TEXT),--text $(TEXT))
+
+# Three models, about 25 minutes on 2 cores. A run that was stopped goes on where it was.
+RESULTS := eval/results/cpu
+results: $(TEST_WEIGHTS)
+	$(BIN)/kvplus eval --suite reference --model smollm2-135m --out $(RESULTS) $(if $(TEXT),--text $(TEXT))
+	$(BIN)/kvplus eval --suite reference --model gemma3-270m --strategies dynamic,fp,int8,k8v4,int4,int2 --windows 1 \
+		--window-tokens 1024 --contexts none --greedy-tokens 32 --task-lengths 768 --task-depths 0.5 --noise none \
+		--out $(RESULTS)/gemma3-270m $(if $(TEXT),--text $(TEXT))
+	$(BIN)/kvplus eval --suite reference --model iglm --text eval/data/antibodies.txt --windows 3 --window-tokens 384 \
+		--chunk-tokens 16 --contexts 256,384 --greedy-tokens 48 --tasks copy --task-lengths 300 --out $(RESULTS)/iglm
+	$(BIN)/python -m kvplus_eval.readme
+	$(BIN)/python -m kvplus_eval.pages
 
 bench: $(WEIGHTS)
 	$(BIN)/kvplus bench --model $(MODEL) --strategies dynamic,fp,int4,hf-quanto4,hf-hqq4 --context 1024,8192 --out $(OUT)

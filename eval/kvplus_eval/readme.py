@@ -1,6 +1,8 @@
 """Writes the README's table from result rows, so that no figure there is typed by hand.
 
-python -m kvplus_eval.readme [results.jsonl] [README.md]
+python -m kvplus_eval.readme [results.jsonl ...] [README.md]
+
+Without arguments it takes every results file below eval/results/cpu, the one in that folder itself first.
 """
 
 from __future__ import annotations
@@ -64,12 +66,16 @@ def replace_section(document: str, section: str) -> str:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Rewrites the section of a README from the latest run in a results file."""
-    results = Path(arguments[0]) if arguments else RESULTS
-    readme = Path(arguments[1]) if len(arguments) > 1 else README
-    rows = read_rows(results)
-    latest = [row for row in rows if row["run"] == rows[-1]["run"]]
-    readme.write_text(replace_section(readme.read_text(encoding="utf-8"), results_section(latest)), encoding="utf-8")
+    """Rewrites the section of a README from the latest run in each results file."""
+    files = [Path(argument) for argument in arguments if argument.endswith(".jsonl")]
+    files = files or [RESULTS, *sorted(RESULTS.parent.glob(f"*/{RESULTS.name}"))]
+    documents = [Path(argument) for argument in arguments if not argument.endswith(".jsonl")]
+    readme = documents[0] if documents else README
+    sections = []
+    for rows in map(read_rows, files):
+        sections.append(results_section([row for row in rows if row["run"] == rows[-1]["run"]]))
+    section = "\n\n".join(sections)
+    readme.write_text(replace_section(readme.read_text(encoding="utf-8"), section), encoding="utf-8")
 
 
 if __name__ == "__main__":

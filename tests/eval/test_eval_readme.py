@@ -56,6 +56,18 @@ def test_only_the_latest_run_enters_and_the_rest_of_the_document_stays(tmp_path)
     assert readme.read_text() == first
 
 
+def test_several_models_get_a_table_each(tmp_path):
+    files = [tmp_path / f"{name}.jsonl" for name in ("first", "second")]
+    for file in files:
+        file.write_text(json.dumps({**row("fp"), "model": {"name": file.stem}}) + "\n")
+    readme = tmp_path / "README.md"
+    readme.write_text(f"{BEGIN}\n{END}\n")
+    main([*map(str, files), str(readme)])
+    text = readme.read_text()
+    assert text.index("first, 4 windows") < text.index("second, 4 windows")
+    assert text.count("| `fp` |") == 2
+
+
 def test_a_document_without_markers_and_rows_without_figures_are_refused():
     with pytest.raises(ValueError, match="must hold the markers"):
         replace_section("no markers", "table")

@@ -20,8 +20,8 @@ def checkpoint(tmp_path_factory):
     return str(save_tiny_checkpoint(tmp_path_factory.mktemp("checkpoint")))
 
 
-def test_the_five_suites_are_there():
-    assert set(suite_names()) == {"ci", "full", "long-context", "paper", "quick"}
+def test_the_suites_are_there():
+    assert set(suite_names()) == {"ci", "full", "long-context", "paper", "quick", "reference"}
 
 
 @pytest.mark.parametrize("name", suite_names())
