@@ -94,7 +94,7 @@ def convert_gqa(
     dtype: Dtype = "auto",
 ) -> None:
     """Write a checkpoint with fewer key-value heads, which plain transformers loads; heal it by distillation."""
-    from hf_kvplus.gqa.heal import STATE_FOLDER, Healing, heal, plot_curve
+    from hf_kvplus.gqa.heal import Healing, heal, plot_curve
 
     if text is None and (method != "mean" or heal_steps):
         raise ValueError(
@@ -107,12 +107,14 @@ def convert_gqa(
         healing = Healing(heal_steps, heal_batch, heal_rate, min(10, heal_steps), heal_weights)
     console = Console(stderr=True)
     original, tokenizer, _ = load_model(model, device, dtype)
+    cut, where = cut_end(tokenizer, text, windows, window_tokens) if text else (None, {})
     facts: dict[str, Any] = {"model": model, "method": method, "num_key_value_heads": num_key_value_heads}
-    if healing and (out / HEALING_FOLDER / STATE_FOLDER).is_dir():
+    facts["calibration"] = where
+    if healing and _holds(out, facts):
         converted, _, _ = load_model(str(out), device, dtype)
-        console.print(f"{out}: going on with its healing", soft_wrap=True)
+        console.print(f"{out}: converted already, going on with its healing", soft_wrap=True)
     else:
-        converted = _convert(console, original, tokenizer, num_key_value_heads, method, text, windows, window_tokens)
+        converted = _convert(console, original, num_key_value_heads, method, cut)
         _save(converted, tokenizer, out, facts)
     if healing and text is not None:
         cut, where = cut_end(tokenizer, text, heal_windows, heal_window_tokens)
@@ -124,7 +126,7 @@ def convert_gqa(
                 progress.update(task, completed=step, description=f"healing, KL {loss:.3f}")
 
             heal(converted, original, cut, healing, folder, stop_after=stop_after, advance=advance)
-        _save(converted, tokenizer, out, facts | {"healing_steps": heal_steps, **where})
+        _save(converted, tokenizer, out, facts | {"healing": {"steps": heal_steps, **where}})
         console.print(f"loss curve: {plot_curve(folder)}", soft_wrap=True)
     heads = f"{converted.config.num_attention_heads} query heads"
     console.print(f"{out}: {converted.config.num_key_value_heads} key-value heads, {heads}", soft_wrap=True)
@@ -178,23 +180,28 @@ def cut_end(
 def _convert(
     console: Console,
     original: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
     num_key_value_heads: int,
     method: str,
-    text: Path | None,
-    windows: int,
-    window_tokens: int,
+    cut: list[torch.Tensor] | None,
 ) -> PreTrainedModel:
     """Converts a model, with a progress bar where it is calibrated."""
     from hf_kvplus.gqa.convert import convert_to_gqa, require_convertible
 
     require_convertible(original, num_key_value_heads, method)
-    if text is None:
+    if cut is None:
         return convert_to_gqa(original, num_key_value_heads, method)
-    cut, _ = cut_end(tokenizer, text, windows, window_tokens)
     with _progress(console) as progress:
         task = progress.add_task("calibration", total=len(cut))
         return convert_to_gqa(original, num_key_value_heads, method, cut, advance=lambda: progress.advance(task))
+
+
+def _holds(out: Path, facts: dict[str, Any]) -> bool:
+    """Tells whether a folder holds this very conversion, healed or not."""
+    path = out / FACTS_FILE
+    if not path.is_file():
+        return False
+    found = json.loads(path.read_text())
+    return all(found.get(name) == value for name, value in facts.items())
 
 
 def _save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, out: Path, facts: dict[str, Any]) -> None:

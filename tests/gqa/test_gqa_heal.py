@@ -129,7 +129,7 @@ def test_the_command_converts_heals_and_goes_on(place):
     assert "going on" in second.output
     assert len(curve(out / "healing")) == 4
     assert AutoModelForCausalLM.from_pretrained(out).config.num_key_value_heads == 1
-    assert json.loads((out / "kvplus-gqa.json").read_text())["healing_steps"] == 4
+    assert json.loads((out / "kvplus-gqa.json").read_text())["healing"]["steps"] == 4
 
 
 @pytest.mark.parametrize(
