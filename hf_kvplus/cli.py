@@ -45,7 +45,7 @@ def build_app() -> typer.Typer:
     """
     import typer
 
-    from hf_kvplus import commands, gqa_commands, memory_commands
+    from hf_kvplus import commands, gqa_commands, memory_commands, plan_commands
 
     app = typer.Typer(
         name="kvplus",
@@ -55,7 +55,7 @@ def build_app() -> typer.Typer:
         pretty_exceptions_enable=False,
     )
     own = (commands.generate, memory_commands.memory, memory_commands.report, commands.strategies, commands.doctor)
-    for command in (*own, gqa_commands.calibrate_gqa, gqa_commands.convert_gqa):
+    for command in (*own, gqa_commands.calibrate_gqa, gqa_commands.convert_gqa, plan_commands.plan):
         app.command(command_name(command))(tell_errors(command))
     for entry in importlib.metadata.entry_points(group=COMMAND_GROUP):
         app.command(entry.name)(tell_errors(entry.load()))

@@ -5,13 +5,12 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "KB": 10**3, "MB": 10**6, "GB": 10**9, "B": 1}
-THOUSANDS = {"": 1, "k": 1 << 10, "m": 1 << 20}
+from hf_kvplus.units import parse_bytes, parse_tokens
 
 
 @dataclass(frozen=True)
 class Budget:
-    """What a cache may take: one of the two is set.
+    """What a cache may take: bits, or bytes and tokens, are set.
 
     Args:
         bits: Stored bits per element of the packed part, scales counted, on average over layers.
@@ -23,6 +22,9 @@ class Budget:
     bytes: int | None = None
     tokens: int | None = None
 
+    def __str__(self) -> str:
+        return f"{self.bits:g} bits" if self.bits is not None else f"{self.bytes} bytes at {self.tokens} tokens"
+
 
 def parse_budget(text: str) -> Budget:
     """Reads `3.0bits`, or `2.5GiB@32k` (32k are 32768 tokens).
@@ -33,7 +35,7 @@ def parse_budget(text: str) -> Budget:
     bits = re.fullmatch(r"(\d+(?:\.\d+)?) ?bits?", text.strip())
     if bits and float(bits[1]) > 0:
         return Budget(bits=float(bits[1]))
-    size = re.fullmatch(rf"(\d+(?:\.\d+)?) ?({'|'.join(UNITS)})@(\d+(?:\.\d+)?)([km]?)", text.strip())
-    if size and float(size[1]) > 0 and float(size[3]) > 0:
-        return Budget(bytes=int(float(size[1]) * UNITS[size[2]]), tokens=int(float(size[3]) * THOUSANDS[size[4]]))
+    size, at, length = text.partition("@")
+    if at:
+        return Budget(bytes=parse_bytes(size), tokens=parse_tokens(length))
     raise ValueError(f"`budget` must be like 3.0bits or 2.5GiB@32k, got {text!r}")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from hf_kvplus.plans.onepass import OnePass
+from hf_kvplus.plans.onepass import AttentionCall, OnePass
 
 # The first queries see hardly any keys that could be packed.
 FIRST_QUERY = 64
@@ -32,11 +32,14 @@ def query_moments(
     """
     sums: dict[int, torch.Tensor] = {}
 
-    def observe(layer: int, query: torch.Tensor, key: torch.Tensor) -> None:
-        heads = key.shape[1]
-        seen = query[0, :, FIRST_QUERY:].float().unflatten(0, (heads, -1)).flatten(1, 2)  # (kv_heads, n, head_dim)
+    def observe(layer: int, call: AttentionCall, output: torch.Tensor) -> torch.Tensor:
+        heads = call.key.shape[1]
+        seen = (
+            call.query[0, :, FIRST_QUERY:].float().unflatten(0, (heads, -1)).flatten(1, 2)
+        )  # (kv_heads, n, head_dim)
         product = seen.transpose(1, 2) @ seen / max(1, seen.shape[1])
         sums[layer] = sums.get(layer, 0) + product.cpu()
+        return output
 
     run.observe = observe
     try:

@@ -13,7 +13,7 @@ Left out: padding, and layers whose states don't come from the model's own atten
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import TracebackType
@@ -66,8 +66,8 @@ class OnePass:
         require_at_least("chunk_tokens", chunk_tokens, 1)
         self.model, self.chunk_tokens = model, chunk_tokens
         self.cache: KVPlusCache | None = None
-        # Called with the layer's index, its queries and its keys, where something wants to see them.
-        self.observe: Callable[[int, torch.Tensor, torch.Tensor], None] | None = None
+        # Called with a layer's index, its call and its output, of which it returns what the model goes on with.
+        self.observe: Callable[[int, AttentionCall, torch.Tensor], torch.Tensor] | None = None
         self.before: Any = None
 
     def __enter__(self) -> OnePass:
@@ -174,6 +174,63 @@ def _whole_mask(*args: Any, **options: Any) -> torch.Tensor | None:
     return sdpa_mask(*args, **{**options, "allow_is_causal_skip": False})
 
 
+@dataclass(frozen=True)
+class AttentionCall:
+    """What transformers calls an attention function with.
+
+    Args:
+        module: The attention layer.
+        query: `(1, heads, tokens, head_dim)`.
+        key: `(1, kv_heads, tokens, head_dim)`.
+        value: `(1, kv_heads, tokens, value_head_dim)`.
+        mask: `(1, 1, tokens, tokens)` bool, or additive.
+        options: The other arguments.
+    """
+
+    module: torch.nn.Module
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    mask: torch.Tensor | None
+    options: dict[str, Any]
+
+    def plain(self) -> torch.Tensor:
+        """Attends to the states as they are, `(1, tokens, heads, value_head_dim)`."""
+        return dense_attention(self.module, self.query, self.key, self.value, self.mask, **self.options)[0]
+
+    def stored(self, held: KVLayer, chunk_tokens: int, parts: Sequence[str] = ("keys", "values")) -> torch.Tensor:
+        """Attends, chunk by chunk, to what a layer would have held when the chunk came.
+
+        Args:
+            held: A layer with codecs; only its options are used.
+            chunk_tokens: Tokens of a chunk.
+            parts: Which of keys and values are read as stored.
+
+        Returns:
+            `(1, tokens, heads, value_head_dim)`.
+        """
+        # A layer of its own: windows are up to the mask, and nothing may be evicted.
+        layer = KVLayer(
+            *held.codecs.values(), residual_length=held.residual_length, num_sink_tokens=held.num_sink_tokens
+        )
+        layer.update(self.key, self.value)
+        states = {"keys": self.key, "values": self.value}
+        read = dict(zip(states, layer.dense(), strict=True))
+        seen = {name: states[name].detach().clone() for name in parts}
+        outputs, packed = [], 0
+        for start in range(0, self.query.shape[2], chunk_tokens):
+            stop = min(start + chunk_tokens, self.query.shape[2])
+            due = max(0, start - held.residual_length) // layer.block_tokens * layer.block_tokens
+            for name, tensor in seen.items():
+                tensor[:, :, packed:due] = read[name][:, :, packed:due]
+            packed = due
+            keys, values = (seen.get(name, states[name])[:, :, :stop] for name in states)
+            mask = None if self.mask is None else self.mask[:, :, start:stop, :stop]
+            query = self.query[:, :, start:stop]
+            outputs.append(dense_attention(self.module, query, keys, values, mask, **self.options)[0])
+        return torch.cat(outputs, dim=1)
+
+
 def _attend(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -184,24 +241,8 @@ def _attend(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attends chunk by chunk; arguments and results are those of transformers' attention functions."""
     run = ACTIVE[module]
-    if run.observe is not None:
-        run.observe(module.layer_idx, query, key)
+    call = AttentionCall(module, query, key, value, attention_mask, options)
     held = run.cache.layers[module.layer_idx] if run.cache is not None else None
-    if not isinstance(held, KVLayer) or not held.codecs:
-        return dense_attention(module, query, key, value, attention_mask, **options)
-    # A layer of its own: windows are up to the mask, and nothing may be evicted.
-    layer = KVLayer(*held.codecs.values(), residual_length=held.residual_length, num_sink_tokens=held.num_sink_tokens)
-    layer.update(key, value)
-    stored = layer.dense()
-    seen = [tensor.clone() for tensor in (key, value)]
-    outputs, packed = [], 0
-    for start in range(0, query.shape[2], run.chunk_tokens):
-        stop = min(start + run.chunk_tokens, query.shape[2])
-        due = max(0, start - held.residual_length) // layer.block_tokens * layer.block_tokens
-        for target, source in zip(seen, stored, strict=True):
-            target[:, :, packed:due] = source[:, :, packed:due]
-        packed = due
-        keys, values = (tensor[:, :, :stop] for tensor in seen)
-        mask = None if attention_mask is None else attention_mask[:, :, start:stop, :stop]
-        outputs.append(dense_attention(module, query[:, :, start:stop], keys, values, mask, **options)[0])
-    return torch.cat(outputs, dim=1), None
+    stored = isinstance(held, KVLayer) and bool(held.codecs)
+    output = call.stored(held, run.chunk_tokens) if stored else call.plain()
+    return output if run.observe is None else run.observe(module.layer_idx, call, output), None

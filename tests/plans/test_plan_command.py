@@ -1,0 +1,132 @@
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from checkpoints import save_tiny_checkpoint, write_words
+from hf_kvplus import QuantizedCache, build_cache
+from hf_kvplus.cli import build_app
+from hf_kvplus.layer_plan import load_plan
+from hf_kvplus.loading import load_model
+from hf_kvplus.saving import load_cache, save_cache
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A calibrated plan of a tiny model, made by the command."""
+    folder = tmp_path_factory.mktemp("plan")
+    save_tiny_checkpoint(folder / "model")
+    write_words(folder / "text.txt", 1200)
+    options = [
+        "plan",
+        "--model",
+        folder / "model",
+        "--text",
+        folder / "text.txt",
+        "--budget",
+        "3.5bits",
+        "--calibrate",
+    ]
+    options += ["--window-tokens", "320", "--out", folder / "plan.json"]
+    result = CliRunner().invoke(build_app(), [str(option) for option in options])
+    assert result.exit_code == 0, result.output
+    return folder, json.loads(result.stdout.splitlines()[-1])
+
+
+def test_the_plan_keeps_its_budget_and_tells_what_it_costs(made):
+    folder, facts = made
+    plan = load_plan(folder / "plan.json")
+    assert 3.0 < facts["stored_bits"] <= 3.5
+    assert 0 < facts["measured_kl"] < 10
+    assert facts["uniform_kl"] is not None
+    assert len(plan.layers) == 2
+    assert all(layer.calibration.endswith("plan.safetensors") for layer in plan.layers)
+    assert plan.facts["budget"] == "3.5bits"
+
+
+def test_cache_and_strategy_follow_the_plan(made):
+    folder, _ = made
+    model, _, _ = load_model(str(folder / "model"))
+    plan = load_plan(folder / "plan.json")
+    plan.check_model(model)
+    for cache in (
+        QuantizedCache(model.config, layer_plan=folder / "plan.json"),
+        build_cache(f"plan:{folder / 'plan.json'}", model.config),
+    ):
+        for layer, wanted in zip(cache.layers, plan.layers, strict=True):
+            assert layer.codecs["keys"].nbits == wanted.key_nbits
+            assert layer.codecs["values"].nbits == wanted.value_nbits
+            assert layer.block_tokens == wanted.group_size
+            assert layer.codecs["keys"].metric is not None
+        model(torch.randint(60, (1, 200)), past_key_values=cache)
+        assert cache.layers[0].packed_blocks > 0
+
+
+def test_a_saved_cache_goes_on_by_its_plan(made, tmp_path):
+    folder, _ = made
+    model, _, _ = load_model(str(folder / "model"))
+    cache = QuantizedCache(model.config, layer_plan=folder / "plan.json")
+    model(torch.randint(60, (1, 200)), past_key_values=cache)
+    save_cache(cache, tmp_path / "cache.safetensors")
+    loaded = load_cache(tmp_path / "cache.safetensors", model.config)
+    assert [layer.describe() for layer in loaded.layers] == [layer.describe() for layer in cache.layers]
+    token = torch.tensor([[5]])
+    assert torch.equal(model(token, past_key_values=loaded).logits, model(token, past_key_values=cache).logits)
+
+
+def test_a_plan_of_another_model_is_refused(made, tmp_path):
+    folder, _ = made
+    plan = load_plan(folder / "plan.json")
+    other, _, _ = load_model(str(save_tiny_checkpoint(tmp_path / "other", seed=1)))
+    with pytest.raises(ValueError, match="same configuration but other weights"):
+        plan.check_model(other)
+    other.config.rope_parameters = {"rope_type": "default", "rope_theta": 77.0}
+    with pytest.raises(ValueError, match="`layer_plan` was made for another model: `config.rope_parameters"):
+        QuantizedCache(other.config, layer_plan=plan)
+    other.config.num_hidden_layers = 3
+    with pytest.raises(ValueError, match="`layer_plan` is for 2 layers, this model has 3"):
+        QuantizedCache(other.config, layer_plan=plan)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--budget", "1.5bits"], "`budget` of 1.5 bits can't be met"),
+        (["--budget", "3.5bits", "--max-kl", "0.0000001"], "can't be met with `max_kl` 1e-07"),
+        (["--budget", "much"], "`budget` must be like 3.0bits"),
+    ],
+)
+def test_what_can_t_be_met_is_said(made, tmp_path, options, message):
+    folder, _ = made
+    common = ["--model", folder / "model", "--text", folder / "text.txt", "--window-tokens", "320"]
+    arguments = ["plan", *common, "--windows", "2", "--out", tmp_path / "plan.json", *options]
+    result = CliRunner().invoke(build_app(), [str(argument) for argument in arguments])
+    assert result.exit_code == 2
+    assert message in result.stderr
+
+
+def test_a_budget_in_bytes_is_kept(made, tmp_path):
+    folder, _ = made
+    common = ["--model", folder / "model", "--text", folder / "text.txt", "--window-tokens", "320", "--windows", "2"]
+    arguments = ["plan", *common, "--out", tmp_path / "plan.json", "--budget", "400KiB@1k"]
+    result = CliRunner().invoke(build_app(), [str(argument) for argument in arguments])
+    assert result.exit_code == 0, result.output
+    from hf_kvplus import estimate_memory
+
+    model, _, _ = load_model(str(folder / "model"))
+    assert estimate_memory(model.config, 1024, strategy=f"plan:{tmp_path / 'plan.json'}").cache_bytes <= 400 * 1024
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"format": "x"}'])
+def test_what_isn_t_a_plan_is_refused(tmp_path, content):
+    (tmp_path / "plan.json").write_text(content)
+    with pytest.raises(ValueError, match="isn't"):
+        load_plan(tmp_path / "plan.json")
+
+
+def test_a_missing_plan_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no such file"):
+        load_plan(tmp_path / "none.json")
+    with pytest.raises(TypeError, match="`layer_plan` must be a path"):
+        load_plan(3)
