@@ -35,7 +35,8 @@ def parse_budget(text: str) -> Budget:
     bits = re.fullmatch(r"(\d+(?:\.\d+)?) ?bits?", text.strip())
     if bits and float(bits[1]) > 0:
         return Budget(bits=float(bits[1]))
-    size, at, length = text.partition("@")
-    if at:
+    size, _, length = text.partition("@")
+    try:
         return Budget(bytes=parse_bytes(size), tokens=parse_tokens(length))
-    raise ValueError(f"`budget` must be like 3.0bits or 2.5GiB@32k, got {text!r}")
+    except ValueError as error:
+        raise ValueError(f"`budget` must be like 3.0bits or 2.5GiB@32k, got {text!r}") from error

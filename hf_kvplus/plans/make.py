@@ -1,4 +1,4 @@
-"""From a model, some text and a budget to a layer plan: candidates, their sizes, their losses, the choice, the proof."""
+"""From a model, some text and a budget to a layer plan: candidates, sizes, losses, the choice and its proof."""
 
 from __future__ import annotations
 
