@@ -34,6 +34,8 @@ class MemoryBreakdown:
         packed_elements: Those of them that are packed.
         layer_bytes: Bytes of every live tensor by layer, of an encoder-decoder cache the decoder's half first. What
             layers share counts for the first of them.
+        host_bytes: Bytes of `total_bytes` that are in host memory beside the device that reads them.
+        disk_bytes: Bytes of blocks in files, not part of `total_bytes`; some may be in memory as well.
         shared_bytes: Head projections. Weights rather than content: all caches of a model share them, whatever their
             length, so they aren't part of `total_bytes`.
     """
@@ -46,11 +48,18 @@ class MemoryBreakdown:
     packed_elements: int
     layer_bytes: tuple[int, ...] = ()
     shared_bytes: int = 0
+    host_bytes: int = 0
+    disk_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
         """Bytes of every live tensor."""
         return self.packed_bytes + self.full_precision_bytes + self.reserved_bytes + self.other_bytes
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of every live tensor on the devices that read the cache."""
+        return self.total_bytes - self.host_bytes
 
     @property
     def bits_per_element(self) -> float:
@@ -97,7 +106,20 @@ def measure_memory(cache: Cache) -> MemoryBreakdown:
         packed_elements += layer_packed
     other = total - packed - full_precision - reserved
     layers, shared = measure_layers(cache), sum(projection.nbytes for projection in _projections(cache))
-    return MemoryBreakdown(packed, full_precision, reserved, other, elements, packed_elements, layers, shared)
+    return MemoryBreakdown(
+        packed, full_precision, reserved, other, elements, packed_elements, layers, shared, *_places(cache)
+    )
+
+
+def _places(cache: Any) -> tuple[int, int]:
+    """Returns the bytes of offloaded blocks in host memory beside the device, and in files."""
+    stores = [
+        store
+        for layer in _attention_layers(cache)
+        if isinstance(layer, KVLayer) and layer.shelf is not None
+        for store in layer.packed.values()
+    ]
+    return sum(store.host_bytes for store in stores), sum(store.disk_bytes for store in stores)
 
 
 def measure_layers(cache: Cache) -> tuple[int, ...]:

@@ -74,8 +74,8 @@ class IndexWriter:
         tensors: dict[str, torch.Tensor] = {}
         content = json.dumps(describe_cache(cache, tensors))
         # What is given up from now on may be named by this index.
-        outdated, unsynced = self.space.trash.snapshot(), self.space.unsynced
-        self.space.unsynced = set()
+        outdated, unsynced = self.space.trash.snapshot(), set(self.space.unsynced)
+        self.space.unsynced.clear()
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvplus-index")
             weakref.finalize(self, self._thread.shutdown, wait=True)

@@ -240,7 +240,7 @@ class CPUKernel:
             self._set_packed(layer, "values", slots.VALUE_CODES, slots.VALUE_ROTATION)
 
     def _set_packed(self, layer: KVLayer, name: str, first: int, rotation: int) -> None:
-        """Writes the arguments of packed keys or values, whose slots begin at `first`; offloaded payload follows later."""
+        """Writes the arguments of packed keys or values from slot `first` on; offloaded payload follows in pieces."""
         store, a = layer.packed[name], self.workspace.arguments
         if layer.shelf is None:
             self._set_payload({field: store.get(field) for field in store.names}, first)

@@ -19,7 +19,7 @@ from hf_kvplus.codecs.base import Codec, Packed
 from hf_kvplus.stores.blockfile import BlockError, OffloadError
 from hf_kvplus.stores.packed import SLAB_ELEMENTS, PackedStore
 from hf_kvplus.stores.runs import Entry, Layout, Run
-from hf_kvplus.stores.space import DISK, Shelves
+from hf_kvplus.stores.space import CPU, DISK, Shelves
 
 # Of a run whose states nobody has seen, because it came from a file.
 RUN_BYTES = 1 << 20
@@ -317,6 +317,13 @@ class OffloadedStore(PackedStore):
     def allocated_bytes(self) -> int:
         """Bytes of the buffers behind that payload."""
         return sum(entry.run.data.nbytes for entry in self.entries if entry.run.data is not None)
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of those buffers in host memory, if that isn't where they are read; tier `"cpu"` counts as if."""
+        apart = self.device.type != "cpu" or self.shelves.space.options.tier == CPU
+        held = [entry.run.data for entry in self.entries if entry.run.data is not None]
+        return sum(data.nbytes for data in held if data.device.type == "cpu") if apart else 0
 
     @property
     def disk_bytes(self) -> int:

@@ -7,15 +7,17 @@ Shelf    one layer's place in them
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
-from weakref import WeakValueDictionary
+from weakref import WeakSet, WeakValueDictionary
 
 import torch
+from transformers.utils import logging
 
 from hf_kvplus.checks import require_at_least, require_choice
 from hf_kvplus.codecs.base import Codec
@@ -28,11 +30,23 @@ from hf_kvplus.stores.runs import Run
 if TYPE_CHECKING:
     from hf_kvplus.stores.offloaded import OffloadedStore
 
+logger = logging.get_logger(__name__)
+
 CPU, DISK, AUTO, MEMORY = "cpu", "disk", "auto", "memory"
 TIERS = (CPU, DISK, AUTO, MEMORY)
+NOTHING_SAVED = (
+    "`offload:cpu` saves nothing on a CPU, where host memory is all there is; it only copies. Use `offload:disk`, or "
+    "leave it out"
+)
 DEFAULT_DISK_BUDGET_BYTES = 1 << 26
 # A window drops its oldest blocks file by file.
 FILE_BYTES = 1 << 23
+
+
+@functools.cache
+def say_once(message: str) -> None:
+    """Warns, the first time."""
+    logger.warning(message)
 
 
 @dataclass(frozen=True)
@@ -133,7 +147,7 @@ class Space:
         # Whoever writes what a later process needs to go on puts itself here.
         self.index: Index | None = None
         # Files with bytes that may not have reached the disk yet.
-        self.unsynced: set[BlockFile] = set()
+        self.unsynced: WeakSet[BlockFile] = WeakSet()
         self._numbers = itertools.count(1)
         self._files: WeakValueDictionary[tuple[int, str], BlockFile] = WeakValueDictionary()
         if options.tier in (DISK, AUTO):
@@ -210,6 +224,8 @@ class Space:
         """Lets blocks go down a tier where a budget says so, after `run` was made or grew."""
         if run.data is None:
             return
+        if self.options.tier == CPU and device.type == "cpu":
+            say_once(NOTHING_SAVED)
         if self.options.tier == AUTO and run.data.device == device:
             for leaving in self.on_device.admit(run, position):
                 self._leave_device(leaving)
