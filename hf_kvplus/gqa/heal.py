@@ -170,7 +170,8 @@ def _distil(student: Any, teacher: PreTrainedModel, ids: torch.Tensor) -> torch.
         wanted = teacher(input_ids=ids, use_cache=False).logits
     found = student(input_ids=ids, use_cache=False).logits
     total = found.new_zeros((), dtype=torch.float32)
-    for ours, theirs in zip(found.flatten(0, 1).split(SLICE_TOKENS), wanted.flatten(0, 1).split(SLICE_TOKENS)):  # noqa: B905
+    pairs = zip(*(logits.flatten(0, 1).split(SLICE_TOKENS) for logits in (found, wanted)), strict=True)
+    for ours, theirs in pairs:
         total = total + torch.nn.functional.kl_div(
             ours.float().log_softmax(-1), theirs.float().log_softmax(-1), log_target=True, reduction="sum"
         )
