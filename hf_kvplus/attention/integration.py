@@ -145,12 +145,16 @@ def _make_kernel(name: str, device: torch.device) -> Kernel:
     """Returns a kernel.
 
     Raises:
-        ImportError: If the CPU kernel's extra is missing.
+        ImportError: If Numba (on a CPU) or Triton (on a GPU) is missing.
     """
     if name == "auto" and device.type == "cpu":
         from hf_kvplus.attention.cpu import CPUKernel
 
         return CPUKernel()
+    if name == "auto" and device.type == "cuda":
+        from hf_kvplus.attention.triton import TritonKernel
+
+        return TritonKernel()
     return ReferenceKernel()
 
 

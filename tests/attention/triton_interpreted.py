@@ -1,0 +1,181 @@
+"""The Triton kernels in Triton's interpreter, against the reference; run by `test_triton.py` in a process of its own.
+
+The interpreter has to be chosen before Triton is imported. It multiplies bfloat16 as float32, and cuts it off where a
+GPU rounds it, which is twice the error.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from layers import make_layer, padding_mask
+from torch.nn.functional import scaled_dot_product_attention
+
+from hf_kvplus.attention.base import Scoring
+from hf_kvplus.attention.reference import ReferenceKernel
+from hf_kvplus.attention.triton import Launch, TritonKernel
+from hf_kvplus.policies import NativeWindowPolicy
+
+# Rounding of the inputs of a float32 product, relative to the largest value.
+FLOOR = 1e-6
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(1234)
+
+
+@pytest.fixture(scope="module")
+def kernel() -> TritonKernel:
+    return TritonKernel()
+
+
+def check(kernel, layer, query, *, scoring=None, mask=None, visible=0):
+    """Compares with the reference in double precision, and with what PyTorch makes of the decoded states."""
+    assert kernel.refuses(layer) is None
+    scoring = scoring or Scoring(query.shape[3] ** -0.5)
+    output = kernel.attend(layer, query, scoring, mask, visible)
+    truth = ReferenceKernel(torch.float64).attend(layer, query.double(), scoring, mask, visible)
+    assert output.dtype == query.dtype
+    assert output.shape == truth.shape
+    keys, values = layer.dense(visible)
+    if scoring.softcap is None and scoring.sink_logits is None:
+        shown = padding_mask(layer, query.shape[2], visible) if mask is None else mask
+        theirs = scaled_dot_product_attention(query, keys, values, shown, scale=scoring.scaling, enable_gqa=True)
+        own = theirs.transpose(1, 2)
+    else:
+        own = ReferenceKernel().attend(layer, query, scoring, mask, visible)
+    error, own_error = ((result.double() - truth).abs().max().item() for result in (output, own))
+    times = 4 if query.dtype == torch.bfloat16 else 2
+    assert error <= times * own_error + FLOOR * values.double().abs().max().item()
+
+
+@pytest.mark.parametrize("length", [1, 63, 111])
+@pytest.mark.parametrize("queries_per_head", [1, 3, 4, 8])
+def test_any_length_and_number_of_query_heads(kernel, queries_per_head, length):
+    layer = make_layer(length)
+    check(kernel, layer, torch.randn(1, queries_per_head * layer.shapes["keys"][0], 1, 64))
+
+
+@pytest.mark.parametrize("length", [1000, 8192])
+def test_long_contexts(kernel, length):
+    check(kernel, make_layer(length, kv_heads=1), torch.randn(1, 4, 1, 64))
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize("recipe", ["affine", "dual_scale"])
+def test_any_head_size(kernel, recipe, head_dim):
+    check(kernel, make_layer(170, kv_heads=1, head_dim=head_dim, recipe=recipe), torch.randn(1, 4, 1, head_dim))
+
+
+@pytest.mark.parametrize("nbits", [2, 3, 4, 5, 6, 8, 16])
+@pytest.mark.parametrize("recipe", ["affine", "dual_scale"])
+def test_any_width(kernel, recipe, nbits):
+    layer = make_layer(180, kv_heads=1, recipe=recipe, key_nbits=nbits, value_nbits=3 if nbits == 16 else nbits)
+    check(kernel, layer, torch.randn(1, 4, 1, 64))
+
+
+@pytest.mark.parametrize("group_size", [16, 32, 128])
+@pytest.mark.parametrize("recipe", ["affine", "dual_scale"])
+def test_any_group(kernel, recipe, group_size):
+    layer = make_layer(330, kv_heads=1, recipe=recipe, group_size=group_size, head_dim=128)
+    check(kernel, layer, torch.randn(1, 4, 1, 128))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("packs", [True, False], ids=["packed", "unpacked"])
+def test_half_precision(kernel, dtype, packs):
+    for length in (63, 400):
+        check(kernel, make_layer(length, dtype=dtype, packs=packs), torch.randn(1, 4, 1, 64).to(dtype))
+
+
+def test_small_and_large_states_fit_into_half_precision(kernel):
+    layer = make_layer(200, kv_heads=1, dtype=torch.float16)
+    for factor in (1e-3, 500.0):
+        for store in (*layer.packed.values(),):
+            scales = store.get("channel_scale")
+            scales.copy_((scales.int() + (60 if factor > 1 else -60)).clamp(1, 255).to(torch.uint8))
+        check(kernel, layer, torch.randn(1, 4, 1, 64).half() / factor)
+
+
+def test_unpacked_states(kernel):
+    for length in (1, 63, 300):
+        check(kernel, make_layer(length, packs=False), torch.randn(1, 4, 1, 64))
+
+
+@pytest.mark.parametrize("queries", [2, 5, 32])
+def test_several_queries(kernel, queries):
+    for length in (32, 200):
+        check(kernel, make_layer(length), torch.randn(1, 6, queries, 64))
+
+
+@pytest.mark.parametrize("queries", [1, 5])
+def test_rows_padded_on_the_left(kernel, queries):
+    layer = make_layer(200, kv_heads=1, padding=(0, 3, 64, 190))
+    check(kernel, layer, torch.randn(4, 4, queries, 64), mask=padding_mask(layer, queries))
+    check(kernel, layer, torch.randn(4, 4, queries, 64))
+
+
+def test_any_mask(kernel):
+    layer = make_layer(200, kv_heads=1, padding=(0, 40))
+    mask = torch.rand(2, 1, 5, 200) < 0.3
+    mask[..., 0] = True
+    check(kernel, layer, torch.randn(2, 4, 5, 64), mask=mask)
+    check(kernel, layer, torch.randn(2, 4, 5, 64), mask=mask[:1].expand(2, -1, -1, -1))
+    check(kernel, layer, torch.randn(2, 4, 5, 64), mask=mask[:1])
+
+
+def test_a_window(kernel):
+    for packs in (True, False):
+        layer = make_layer(500, kv_heads=1, policy=NativeWindowPolicy(300), num_sink_tokens=0, packs=packs)
+        for queries in (1, 4):
+            # Unpacked tokens that the next query won't see have left.
+            visible = max(layer.policy.first_visible(500 - queries), layer.first_stored)
+            check(kernel, layer, torch.randn(1, 4, queries, 64), visible=visible)
+
+
+@pytest.mark.parametrize("length", [5, 200])
+def test_soft_capping_and_sink_logits(kernel, length):
+    layer, query = make_layer(length), torch.randn(1, 4, 1, 64)
+    check(kernel, layer, query, scoring=Scoring(0.3, softcap=3.0))
+    check(kernel, layer, query, scoring=Scoring(0.3, sink_logits=torch.randn(4)))
+    check(kernel, layer, query, scoring=Scoring(0.3, 20.0, torch.randn(4)))
+
+
+def test_a_query_that_sees_nothing_gets_zeros(kernel):
+    mask = torch.zeros(1, 1, 2, 200, dtype=torch.bool)
+    mask[:, :, 1] = True
+    output = kernel.attend(make_layer(200), torch.randn(1, 4, 2, 64), Scoring(0.125), mask, 0)
+    assert torch.equal(output[:, 0], torch.zeros_like(output[:, 0]))
+    assert output[:, 1].isfinite().all()
+    assert output[:, 1].abs().sum() > 0
+
+
+def test_large_scores_stay_finite(kernel):
+    check(kernel, make_layer(300), 40 * torch.randn(1, 4, 1, 64), scoring=Scoring(1.0))
+
+
+def test_queries_may_be_views(kernel):
+    layer, query = make_layer(200), torch.randn(1, 1, 4, 64)
+    check(kernel, layer, query.transpose(1, 2))
+    check(kernel, layer, torch.randn(1, 4, 64, 1).transpose(2, 3))
+
+
+def test_results_dont_depend_on_the_division():
+    layer, query, scoring = make_layer(600, kv_heads=1), torch.randn(1, 4, 1, 64), Scoring(0.125)
+    outputs = [TritonKernel(Launch(processors=count)).attend(layer, query, scoring, None, 0) for count in (1, 2, 1000)]
+    for output in outputs[1:]:
+        torch.testing.assert_close(output, outputs[0], atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("layer", "reason"),
+    [
+        (make_layer(70, dtype=torch.float64), "float64"),
+        (make_layer(70, head_dim=264), "up to 256"),
+        (make_layer(400, group_size=136), "up to 128 tokens"),
+    ],
+    ids=["dtype", "head-size", "block"],
+)
+def test_what_isnt_read_is_refused_with_the_reason(kernel, layer, reason):
+    assert reason in kernel.refuses(layer)
