@@ -15,6 +15,7 @@ from hf_kvplus.checks import require_at_least, require_choice, require_multiple
 from hf_kvplus.codecs import Codec
 from hf_kvplus.codecs.affine import PER_CHANNEL, PER_TOKEN, AffineCodec
 from hf_kvplus.codecs.dual_scale import DualScaleCodec
+from hf_kvplus.codecs.float8 import Float8Codec
 from hf_kvplus.codecs.identity import IdentityCodec
 from hf_kvplus.codecs.levels import LLOYD_MAX, UNIFORM
 from hf_kvplus.codecs.metric import KeyMetric
@@ -58,6 +59,18 @@ def dual_scale(nbits: int, group_size: int | None, block_tokens: int) -> tuple[C
         levels=LLOYD_MAX if nbits == 3 else UNIFORM,
     )
     return build(axis=PER_CHANNEL, correct_tokens=iterations > 0), build(axis=PER_TOKEN)
+
+
+@recipes.register("float8")
+def float8(nbits: int, group_size: int | None, block_tokens: int) -> tuple[Codec, Codec]:
+    """Returns e4m3 codecs with a scale per token, for 8 bits only.
+
+    Raises:
+        ValueError: If another width is asked for.
+    """
+    if nbits != 8:
+        raise ValueError(f"`recipe` 'float8' has 8 bits, got {nbits}; use 'dual_scale' for fewer")
+    return Float8Codec(block_tokens=block_tokens), Float8Codec(block_tokens=block_tokens)
 
 
 @dataclass(frozen=True)
