@@ -39,6 +39,9 @@ def calibrate_gqa(
     model: Model = "smollm2-135m",
     method: Annotated[str, typer.Option(help="svd, or mean (to compare with).")] = "svd",
     ranks: Annotated[str, typer.Option(help="solved (per layer and part) or equal.")] = "solved",
+    sinks: Annotated[
+        int, typer.Option(min=0, help="First tokens that caches will keep whole, as in gqa:N,sinks=.")
+    ] = 4,
     windows: Windows = 8,
     window_tokens: WindowTokens = 1024,
     out: Annotated[Path | None, typer.Option(help="File to write.", show_default="kvplus-gqa-N.safetensors")] = None,
@@ -61,6 +64,7 @@ def calibrate_gqa(
             num_key_value_heads,
             method=method,
             ranks=ranks,
+            num_sink_tokens=sinks,
             text=json.dumps(facts),
             advance=lambda: progress.advance(task),
         ).save(path)

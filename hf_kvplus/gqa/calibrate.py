@@ -45,6 +45,7 @@ def calibrate_gqa(
     method: str = "svd",
     ranks: str = "solved",
     context_tokens: int | None = None,
+    num_sink_tokens: int = 4,
     text: str = "",
     seed: int = 0,
     advance: Callable[[], None] = lambda: None,
@@ -59,6 +60,8 @@ def calibrate_gqa(
         ranks: `"solved"`: layers, keys and values get channels where they are worth most, as many in all as with
             `"equal"`, where each part gets the same.
         context_tokens: Tokens of each window that are stored; the others read them. `None`: three quarters.
+        num_sink_tokens: First tokens of each window that are left out. They are unlike all others, so give what the
+            cache will keep whole of them, and 0 if it will project them too.
         text: What the windows were cut from, to be written into the file.
         seed: Of the random directions along which gradients are taken.
         advance: Called after each window, for a progress bar.
@@ -73,7 +76,9 @@ def calibrate_gqa(
     require_choice("method", method, METHODS)
     require_choice("ranks", ranks, RANKS)
     context = context_tokens or (3 * min(map(len, windows), default=0)) // 4
-    moments = collect_moments(model, windows, context_tokens=context, seed=seed, advance=advance)
+    moments = collect_moments(
+        model, windows, context_tokens=context, num_sink_tokens=num_sink_tokens, seed=seed, advance=advance
+    )
     require_fewer_heads(moments, num_key_value_heads)
     rotary = bool(getattr(text_config(model.config), "rope_parameters", None))
     layers = solve(moments, num_key_value_heads, method=method, ranks=ranks, rotary=rotary)
@@ -85,6 +90,7 @@ def calibrate_gqa(
         "text": text,
         "tokens": sum(map(len, windows)),
         "context_tokens": context,
+        "num_sink_tokens": num_sink_tokens,
         "seed": seed,
     }
     return GQAProjection(tuple(layers), num_key_value_heads, facts)
