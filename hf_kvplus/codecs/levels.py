@@ -64,4 +64,4 @@ def nearest_codes(values: torch.Tensor, nbits: int, kind: str) -> torch.Tensor:
     levels = level_table(nbits, kind, values.device)
     if kind == UNIFORM:
         return (values - levels[0]).round_().clamp_(0, len(levels) - 1).to(torch.uint8)
-    return torch.bucketize(values, (levels[1:] + levels[:-1]) / 2, out_int32=True).to(torch.uint8)
+    return torch.bucketize(values.contiguous(), (levels[1:] + levels[:-1]) / 2, out_int32=True).to(torch.uint8)

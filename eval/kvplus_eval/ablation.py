@@ -1,0 +1,306 @@
+"""What each part of the default recipe is worth at each width: one part changed at a time, on the same windows.
+
+Run as `python -m kvplus_eval.ablation --text FILE`. Each variant goes through the windows in one pass that equals a
+pass in chunks through a real cache (`hf_kvplus.plans.onepass`; a test holds the two together). Differences to the
+recipe are paired: both saw the same positions, and the interval is drawn over pieces of text, since neighbouring
+positions aren't independent. Rows are appended to `ablation.jsonl` as they come, a run that was stopped goes on where it
+was, and the page is written from rows alone.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import Progress
+
+from hf_kvplus.caches import KVPlusCache
+from hf_kvplus.codecs.dual_scale import DualScaleCodec
+from hf_kvplus.codecs.levels import LLOYD_MAX, UNIFORM
+from hf_kvplus.layer import KVLayer
+from hf_kvplus.loading import load_model
+from hf_kvplus.plans.onepass import OnePass, Reference
+from hf_kvplus.recipes import Quantization
+from kvplus_eval.data import cut_windows, load_text
+from kvplus_eval.metrics.perplexity import paired_interval
+from kvplus_eval.results import library_versions
+
+SCHEMA = "kvplus-ablation/1"
+RECIPE = "recipe"
+# Positions that are taken together when intervals are drawn.
+PIECE_POSITIONS = 128
+
+
+@dataclass(frozen=True)
+class Variant:
+    """The recipe with one part changed.
+
+    Args:
+        name: What is changed.
+        quantization: Changes of the options of `Quantization`.
+        codec: Changes of the options of both codecs.
+        widths: Widths at which it differs from the recipe.
+    """
+
+    name: str
+    quantization: dict[str, Any]
+    codec: Callable[[DualScaleCodec], dict[str, Any]]
+    widths: tuple[int, ...] = (8, 4, 3, 2)
+
+
+def _same(codec: DualScaleCodec) -> dict[str, Any]:
+    return {}
+
+
+NARROW = (4, 3, 2)
+VARIANTS = (
+    Variant(RECIPE, {}, _same),
+    Variant("no rotation", {}, lambda codec: {"rotate": False}),
+    Variant("no token scales", {}, lambda codec: {"iterations": 0, "correct_tokens": False}, NARROW),
+    Variant("no correction of token scales", {}, lambda codec: {"correct_tokens": False}, NARROW),
+    Variant("one clip", {}, lambda codec: {"clips": 1}, (3, 2)),
+    Variant("no least squares", {}, lambda codec: {"clips": 1, "refinements": 0}, NARROW),
+    Variant(
+        "the other levels",
+        {},
+        lambda codec: {"levels": UNIFORM if codec.levels == LLOYD_MAX else LLOYD_MAX, "refinements": 2},
+    ),
+    Variant("no sinks", {"num_sink_tokens": 0}, _same),
+    Variant("16 recent tokens", {"residual_length": 16}, _same),
+    Variant("blocks of 96", {"group_size": 96}, _same),
+    Variant("half-precision scales, groups of 64 (affine)", {"recipe": "affine"}, _same),
+    Variant("float8", {"recipe": "float8"}, _same, (8,)),
+)
+
+
+def variant_cache(config: Any, nbits: int, variant: Variant, calibration: str | None = None) -> KVPlusCache:
+    """Builds a cache of the recipe with one part changed.
+
+    Args:
+        config: The model's configuration.
+        nbits: Width of keys and values.
+        variant: What is changed.
+        calibration: File with metrics for the keys, or `None`.
+
+    Returns:
+        The cache.
+    """
+    changes = {"calibration": calibration, **variant.quantization}
+    cache = KVPlusCache(config, quantization=Quantization(nbits, nbits, **changes))
+    for layer in cache.layers:
+        if isinstance(layer, KVLayer):
+            for name, codec in layer.codecs.items():
+                if isinstance(codec, DualScaleCodec):
+                    changed = variant.codec(codec)
+                    if name == "values":
+                        changed.pop("correct_tokens", None)
+                    layer.codecs[name] = replace(codec, **changed)
+    return cache
+
+
+def measure(
+    run: OnePass, references: Sequence[Reference], cache: KVPlusCache, targets: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the divergence and the change of loss of every position of all windows, each `(positions,)`."""
+    divergences, changes = [], []
+    with torch.inference_mode():
+        for reference, target in zip(references, targets, strict=True):
+            found = run.log_probs(reference, cache)
+            gap = reference.log_probs - found
+            divergences.append((reference.log_probs.exp() * gap).sum(-1, dtype=torch.float64))
+            changes.append(gap.gather(1, target[:, None].to(gap.device))[:, 0].double())
+    return torch.cat(divergences).cpu(), torch.cat(changes).cpu()
+
+
+def stored_bits(cache: KVPlusCache, head_dim: int) -> float:
+    """Returns the mean stored bits per packed element."""
+    bits = [
+        codec.bits_per_element(head_dim)
+        for layer in cache.layers
+        if isinstance(layer, KVLayer)
+        for codec in layer.codecs.values()
+    ]
+    return sum(bits) / len(bits)
+
+
+def summarize(divergences: torch.Tensor, changes: torch.Tensor, base: torch.Tensor) -> dict[str, Any]:
+    """Makes figures of one variant.
+
+    Args:
+        divergences: Nats, `(positions,)`.
+        changes: Change of loss in nats, likewise.
+        base: The recipe's divergences at the same positions.
+
+    Returns:
+        Mean KL with its interval, its change against the recipe in percent with a paired one, and of perplexity.
+    """
+    pieces, base_pieces = (
+        [float(piece.mean()) for piece in values.split(PIECE_POSITIONS)] for values in (divergences, base)
+    )
+    differences = [piece - other for piece, other in zip(pieces, base_pieces, strict=True)]
+    whole = float(base.mean())
+    low, high = paired_interval(pieces)
+    change_low, change_high = (None if end is None else 100 * end / whole for end in paired_interval(differences))
+    return {
+        "kl": float(divergences.mean()),
+        "kl_low": low,
+        "kl_high": high,
+        "change_percent": 100 * (float(divergences.mean()) / whole - 1),
+        "change_low_percent": change_low,
+        "change_high_percent": change_high,
+        "perplexity_change_percent": 100 * math.expm1(float(changes.mean())),
+    }
+
+
+def run_ablation(
+    text: Annotated[str, typer.Option(help="Text to measure on, as for `kvplus eval`.")],
+    model: Annotated[str, typer.Option(help="Model, as for `kvplus eval`.")] = "smollm2-135m",
+    widths: Annotated[str, typer.Option(help="Bits, comma-separated.")] = "8,4,3,2",
+    first_window: Annotated[int, typer.Option(min=0, help="Windows before it are left out.")] = 0,
+    windows: Annotated[int, typer.Option(min=1, help="Windows.")] = 2,
+    window_tokens: Annotated[int, typer.Option(min=128, help="Tokens in a window.")] = 2048,
+    chunk_tokens: Annotated[int, typer.Option(min=1, help="Tokens fed at a time.")] = 64,
+    stride: Annotated[int, typer.Option(min=1, help="Every so many positions are compared.")] = 3,
+    calibration: Annotated[str | None, typer.Option(help="Metrics that `kvplus plan --calibrate` made.")] = None,
+    rows: Annotated[Path, typer.Option(help="Rows, appended.")] = Path("ablation.jsonl"),
+    page: Annotated[Path | None, typer.Option(help="Markdown page to write from the rows.")] = None,
+) -> None:
+    """Measure what each part of the recipe is worth."""
+    console = Console(stderr=True)
+    todo = [
+        (int(nbits), variant) for nbits in widths.split(",") for variant in VARIANTS if int(nbits) in variant.widths
+    ]
+    if calibration is not None:
+        metric = Variant("recipe with calibrated keys", {"calibration": calibration}, _same)
+        todo += [(int(nbits), metric) for nbits in widths.split(",") if int(nbits) < 8]
+    chosen = load_text(text)
+    loaded, tokenizer, source = load_model(model)
+    cut = cut_windows(chosen, tokenizer, windows=first_window + windows, window_tokens=window_tokens)[first_window:]
+    protocol = {
+        "model": source.name,
+        "revision": source.revision,
+        "text": chosen.name,
+        "sha256": chosen.sha256,
+        "first_window": first_window,
+        "windows": windows,
+        "window_tokens": window_tokens,
+        "chunk_tokens": chunk_tokens,
+        "stride": stride,
+        "versions": library_versions(),
+    }
+    done = _done(rows, protocol)
+    positions = torch.arange(min(127, window_tokens // 2), window_tokens - 1, stride)
+    targets = [token_ids[positions + 1] for token_ids in cut]
+    with OnePass(loaded, chunk_tokens) as run, Progress(console=console) as progress:
+        task = progress.add_task("variants", total=len(todo))
+        with torch.inference_mode():
+            references = [run.reference(token_ids, positions) for token_ids in cut]
+        base: dict[int, torch.Tensor] = {}
+        for nbits, variant in sorted(todo, key=lambda item: item[1].name != RECIPE):
+            if (nbits, variant.name) not in done:
+                if nbits not in base:
+                    base[nbits] = measure(run, references, variant_cache(loaded.config, nbits, VARIANTS[0]), targets)[
+                        0
+                    ]
+                cache = variant_cache(loaded.config, nbits, variant)
+                found = measure(run, references, cache, targets)
+                head_dim = _head_dim(loaded.config)
+                figures = summarize(*found, base[nbits]) | {"stored_bits": stored_bits(cache, head_dim)}
+                row = {"schema": SCHEMA, "nbits": nbits, "variant": variant.name, **figures, "protocol": protocol}
+                with rows.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(row) + "\n")
+            progress.advance(task)
+    if page is not None:
+        page.write_text(write_page(read_ablation(rows)), encoding="utf-8")
+    typer.echo(json.dumps({"rows": str(rows), "variants": len(todo)}))
+
+
+def _head_dim(config: Any) -> int:
+    decoder = config.get_text_config(decoder=True)
+    return getattr(decoder, "head_dim", None) or decoder.hidden_size // decoder.num_attention_heads
+
+
+def _done(path: Path, protocol: dict[str, Any]) -> set[tuple[int, str]]:
+    """Returns what rows of the same protocol tell already."""
+    found = read_ablation(path) if path.is_file() else []
+    return {(row["nbits"], row["variant"]) for row in found if row["protocol"] == protocol}
+
+
+def read_ablation(path: Path) -> list[dict[str, Any]]:
+    """Reads rows back.
+
+    Raises:
+        ValueError: If a row has another schema.
+    """
+    found = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    for number, row in enumerate(found, 1):
+        if row.get("schema") != SCHEMA:
+            raise ValueError(f"`{path}`, row {number}: schema {row.get('schema')!r}, this version reads {SCHEMA!r}")
+    return found
+
+
+def write_page(rows: Sequence[dict[str, Any]]) -> str:
+    """Writes docs/ablation.md from rows."""
+    lines = [
+        "# What each part of the recipe is worth",
+        "",
+        'Made by `python -m kvplus_eval.ablation`; don\'t edit. One part of `recipe="auto"` is changed at a time. *KL* is '
+        "the mean divergence to the full",
+        "cache in nats; its change is against the recipe at the same positions, with a paired 95 % interval over pieces "
+        f"of {PIECE_POSITIONS} positions.",
+        "Positive changes are what the part gains; negative ones say that the recipe would be better without it here.",
+        "",
+    ]
+    protocols = []
+    for row in rows:
+        if row["protocol"] not in protocols:
+            protocols.append(row["protocol"])
+    for protocol in protocols:
+        lines += _section(protocol, [row for row in rows if row["protocol"] == protocol])
+    return "\n".join(lines)
+
+
+def _section(protocol: dict[str, Any], rows: Sequence[dict[str, Any]]) -> list[str]:
+    last = protocol["first_window"] + protocol["windows"] - 1
+    lines = [
+        f"{protocol['model']}, windows {protocol['first_window']} to {last} of {protocol['window_tokens']} tokens of "
+        f"{protocol['text']} (SHA-256 `{protocol['sha256'][:12]}`), chunks of {protocol['chunk_tokens']}, every "
+        f"{protocol['stride']}th position.",
+        "",
+    ]
+    for nbits in sorted({row["nbits"] for row in rows}, reverse=True):
+        lines += [f"## {nbits} bits", "", "| variant | stored bits | KL | change of KL | perplexity |"]
+        lines += ["|---|---:|---:|---:|---:|"]
+        for row in rows:
+            if row["nbits"] == nbits:
+                lines.append(_line(row))
+        lines.append("")
+    return lines
+
+
+def _line(row: dict[str, Any]) -> str:
+    change = "–"
+    if row["variant"] != RECIPE:
+        change = f"{row['change_percent']:+.0f} %"
+        if row["change_low_percent"] is not None:
+            change += f" ({row['change_low_percent']:+.0f} to {row['change_high_percent']:+.0f})"
+    return (
+        f"| {row['variant']} | {row['stored_bits']:.2f} | {row['kl']:.3g} | {change} | "
+        f"{row['perplexity_change_percent']:+.2f} % |"
+    )
+
+
+def main() -> None:
+    """Runs the command."""
+    typer.run(run_ablation)
+
+
+if __name__ == "__main__":
+    main()
