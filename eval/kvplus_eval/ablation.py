@@ -3,8 +3,8 @@
 Run as `python -m kvplus_eval.ablation --text FILE`. Each variant goes through the windows in one pass that equals a
 pass in chunks through a real cache (`hf_kvplus.plans.onepass`; a test holds the two together). Differences to the
 recipe are paired: both saw the same positions, and the interval is drawn over pieces of text, since neighbouring
-positions aren't independent. Rows are appended to `ablation.jsonl` as they come, a run that was stopped goes on where it
-was, and the page is written from rows alone.
+positions aren't independent. Rows are appended to a file as they come, a run that was stopped goes on where it was,
+and the page is written from rows alone.
 """
 
 from __future__ import annotations
@@ -174,12 +174,11 @@ def run_ablation(
 ) -> None:
     """Measure what each part of the recipe is worth."""
     console = Console(stderr=True)
-    todo = [
-        (int(nbits), variant) for nbits in widths.split(",") for variant in VARIANTS if int(nbits) in variant.widths
-    ]
+    chosen_widths = [int(nbits) for nbits in widths.split(",")]
+    todo = [(nbits, variant) for nbits in chosen_widths for variant in VARIANTS if nbits in variant.widths]
     if calibration is not None:
         metric = Variant("recipe with calibrated keys", {"calibration": calibration}, _same)
-        todo += [(int(nbits), metric) for nbits in widths.split(",") if int(nbits) < 8]
+        todo += [(nbits, metric) for nbits in chosen_widths if nbits < 8]
     chosen = load_text(text)
     loaded, tokenizer, source = load_model(model)
     cut = cut_windows(chosen, tokenizer, windows=first_window + windows, window_tokens=window_tokens)[first_window:]
@@ -251,11 +250,10 @@ def write_page(rows: Sequence[dict[str, Any]]) -> str:
     lines = [
         "# What each part of the recipe is worth",
         "",
-        'Made by `python -m kvplus_eval.ablation`; don\'t edit. One part of `recipe="auto"` is changed at a time. *KL* is '
-        "the mean divergence to the full",
-        "cache in nats; its change is against the recipe at the same positions, with a paired 95 % interval over pieces "
-        f"of {PIECE_POSITIONS} positions.",
-        "Positive changes are what the part gains; negative ones say that the recipe would be better without it here.",
+        'Made by `python -m kvplus_eval.ablation`; don\'t edit. One part of `recipe="auto"` is changed at a time. *KL* is',
+        "the mean divergence to the full cache in nats; its change is against the recipe at the same positions, with a",
+        f"paired 95 % interval over pieces of {PIECE_POSITIONS} positions. A positive change is what the part gains; a",
+        "negative one says that the recipe would be better without it here.",
         "",
     ]
     protocols = []
