@@ -37,6 +37,14 @@ RECIPE = "recipe"
 # Positions that are taken together when intervals are drawn.
 PIECE_POSITIONS = 128
 
+PAGE_HEAD = f"""# What each part of the recipe is worth
+
+Made by `python -m kvplus_eval.ablation`; don't edit. One part of `recipe="auto"` is changed at a time. *KL* is the mean
+divergence to the full cache in nats; its change is against the recipe at the same positions, with a paired 95 %
+interval over pieces of {PIECE_POSITIONS} positions. A positive change is what the part gains; a negative one says that
+the recipe would be better without it here.
+"""
+
 
 @dataclass(frozen=True)
 class Variant:
@@ -247,15 +255,7 @@ def read_ablation(path: Path) -> list[dict[str, Any]]:
 
 def write_page(rows: Sequence[dict[str, Any]]) -> str:
     """Writes docs/ablation.md from rows."""
-    lines = [
-        "# What each part of the recipe is worth",
-        "",
-        'Made by `python -m kvplus_eval.ablation`; don\'t edit. One part of `recipe="auto"` is changed at a time. *KL* is',
-        "the mean divergence to the full cache in nats; its change is against the recipe at the same positions, with a",
-        f"paired 95 % interval over pieces of {PIECE_POSITIONS} positions. A positive change is what the part gains; a",
-        "negative one says that the recipe would be better without it here.",
-        "",
-    ]
+    lines = [PAGE_HEAD]
     protocols = []
     for row in rows:
         if row["protocol"] not in protocols:
