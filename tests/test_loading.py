@@ -122,3 +122,12 @@ def test_a_device_that_isnt_there_is_refused(device):
 def test_an_unknown_dtype_is_refused_before_weights_are_read(checkpoint):
     with pytest.raises(ValueError, match="`dtype` must be one of"):
         load_model(str(checkpoint), device="cpu", dtype="int4")
+
+
+def test_a_model_is_spread_by_a_device_map_and_an_unknown_one_is_refused(checkpoint):
+    pytest.importorskip("accelerate")
+    model, _, _ = load_model(checkpoint, device="cpu", device_map="sequential")
+    assert set(model.hf_device_map.values()) <= {"cpu", "disk", 0}
+    assert not model.training
+    with pytest.raises(ValueError, match="`device_map` must be one of auto, balanced, sequential"):
+        load_model(checkpoint, device="cpu", device_map="here")

@@ -105,3 +105,59 @@ def test_each_window_starts_with_the_token_that_the_tokenizer_puts_first(tokeniz
     assert [window[0].item() for window in windows] == [63, 63]
     assert [window[1].item() for window in windows] == [1, 20]
     assert {len(window) for window in windows} == {20}
+
+
+def test_the_digest_of_the_file_is_what_sha256sum_prints(tmp_path):
+    path = tmp_path / "dos.txt"
+    path.write_bytes(b"one\r\ntwo\r\n")
+    text = load_text(str(path))
+    assert text.file_sha256 == hashlib.sha256(b"one\r\ntwo\r\n").hexdigest()
+    assert text.sha256 == hashlib.sha256(b"one\ntwo\n").hexdigest()
+    assert text.file_sha256 in text.describe()
+    assert text.sha256 in text.describe()
+    assert text.facts()["file_sha256"] == text.file_sha256
+
+
+def test_one_digest_is_told_where_file_and_text_are_the_same(tmp_path):
+    path = tmp_path / "unix.txt"
+    path.write_bytes(b"one\ntwo\n")
+    assert load_text(str(path)).describe().count(hashlib.sha256(b"one\ntwo\n").hexdigest()) == 1
+
+
+class Streamed:
+    """Stands for a data set that is read document by document."""
+
+    column_names = ("text", "url")
+
+    def __init__(self):
+        self.read = 0
+
+    def __iter__(self):
+        for number in range(1000):
+            self.read += 1
+            yield {"text": f"document {number} " * 10}
+
+
+@pytest.mark.parametrize("choice", ["c4", "stream:some/dataset:en:validation"])
+def test_a_large_data_set_is_read_only_as_far_as_needed(monkeypatch, choice):
+    datasets = pytest.importorskip("datasets")
+    rows, asked = Streamed(), {}
+    monkeypatch.setattr(data, "hub_status", lambda *args: "answers")
+    monkeypatch.setattr(datasets, "load_dataset", lambda *names, **options: asked.update(options, names=names) or rows)
+    text = load_text(choice, least_characters=1000)
+    assert (asked["streaming"], asked["split"], asked["names"][1]) == (True, "validation", "en")
+    assert 1000 <= len(text.text) < 1300
+    assert rows.read < 12
+    assert "first 9 documents" in text.name
+    assert load_text(choice, least_characters=1000).sha256 == text.sha256
+
+
+def test_a_small_data_set_is_read_whole(monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(data, "hub_status", lambda *args: "answers")
+
+    class Rows(dict):
+        column_names = ("text",)
+
+    monkeypatch.setattr(datasets, "load_dataset", lambda *names, streaming, **options: Rows(text=["a", "b"]))
+    assert load_text("wikitext-2-raw", least_characters=1).text == "a\n\nb"

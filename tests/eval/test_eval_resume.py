@@ -13,6 +13,7 @@ import torch
 
 from checkpoints import one_thread, save_tiny_checkpoint, write_words
 from kvplus_eval.journal import Journal
+from kvplus_eval.launching import asked_processes, count_processes, was_left_alone
 from kvplus_eval.processes import Processes
 from kvplus_eval.results import read_rows
 
@@ -141,3 +142,20 @@ def test_a_journal_gives_back_what_it_was_given(tmp_path):
     assert again.load("window", "int4,group=32", 0)["y"] == [1, "two"]
     assert not Journal.open(tmp_path, {"a": 2}).has("window", "int4,group=32", 0)
     assert not Journal.open(tmp_path, {"a": 1}, fresh=True).has("window", "int4,group=32", 0)
+
+
+def test_accelerates_lonely_process_is_recognized():
+    asked = {"ACCELERATE_USE_CPU": "True", "MASTER_PORT": "29500"}
+    assert was_left_alone(asked)
+    assert not was_left_alone({**asked, "WORLD_SIZE": "2"})
+    assert not was_left_alone({**asked, "OMPI_COMM_WORLD_SIZE": "2"})
+    assert not was_left_alone({"ACCELERATE_USE_CPU": "True"})
+    assert not was_left_alone({"MASTER_PORT": "29500"})
+    assert count_processes({}) == 1
+
+
+def test_the_number_of_processes_is_read_from_accelerates_command_line():
+    assert asked_processes(["accelerate", "launch", "--cpu", "--num_processes", "3", "-m", "kvplus_eval"]) == 3
+    assert asked_processes(["accelerate-launch", "--num_processes=12"]) == 12
+    with pytest.raises(ValueError, match="torchrun --nproc_per_node N -m kvplus_eval"):
+        asked_processes(["accelerate", "launch", "--config_file", "mine.yaml"])
