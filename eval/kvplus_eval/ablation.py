@@ -39,10 +39,10 @@ PIECE_POSITIONS = 128
 
 PAGE_HEAD = f"""# What each part of the recipe is worth
 
-Made by `python -m kvplus_eval.ablation`; don't edit. One part of `recipe="auto"` is changed at a time. *KL* is the mean
-divergence to the full cache in nats; its change is against the recipe at the same positions, with a paired 95 %
-interval over pieces of {PIECE_POSITIONS} positions. A positive change is what the part gains; a negative one says that
-the recipe would be better without it here.
+Made by `python -m kvplus_eval.ablation`; don't edit. One part of `recipe="auto"` is changed at a time. *KL* is the
+mean divergence to the full cache in nats; its change is against the recipe at the same positions, with a paired
+95 % interval over pieces of {PIECE_POSITIONS} positions. A positive change is what the part gains; a negative one says
+that the recipe would be better without it here.
 """
 
 
