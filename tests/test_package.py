@@ -27,7 +27,19 @@ EXTRAS = (
 )
 
 # A module may import from those named before it, never from those after.
-ORDER = ["registry", "checks", "policies", "codecs", "stores", "recipes", "layer", "caches", "strategies", "memory"]
+ORDER = [
+    "registry",
+    "checks",
+    "projections",
+    "policies",
+    "codecs",
+    "stores",
+    "recipes",
+    "layer",
+    "caches",
+    "strategies",
+    "memory",
+]
 ORDER += ["probe", "estimate", "devices", "compute", "recommend"]
 
 
