@@ -332,13 +332,17 @@ class KVLayer(CacheLayerMixin):
         states = {}
         for name, store in self.packed.items():
             tensor = new[name]
-            out = tensor.new_empty((*tensor.shape[:2], total + tensor.shape[2], tensor.shape[3]))
+            out = self._dense_like(tensor, (*tensor.shape[:2], total + tensor.shape[2], tensor.shape[3]))
             store.decode(out, (first - self.first_stored) // self.block_tokens)
             self.sinks.restore(name, out, self.padding.counts, first, self.packed_tokens)
             out[:, :, packed:total] = self.recent.get(name)
             out[:, :, total:] = tensor
             states[name] = out
         return states, first
+
+    def _dense_like(self, tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+        """Returns room for dense states; offloaded layers share what nobody reads any more."""
+        return self.shelf.shelves.dense.empty_like(tensor, shape) if self.shelf else tensor.new_empty(shape)
 
     def dense(self, visible: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns all visible keys and values at full precision, each `(batch, kv_heads, held, head_dim)`.

@@ -86,7 +86,7 @@ def measure_memory(cache: Cache) -> MemoryBreakdown:
     """
     if not isinstance(cache, Cache):
         raise TypeError(f"`cache` must be a transformers Cache, got {type(cache).__name__}")
-    total = sum(storage_bytes(find_tensors(cache)).values())
+    total = sum(storage_bytes(find_tensors(cache)).values()) + _dense_pool_bytes(cache)
     packed = full_precision = reserved = elements = packed_elements = 0
     for layer in _attention_layers(cache):
         if isinstance(layer, KVLayer):
@@ -111,14 +111,21 @@ def measure_memory(cache: Cache) -> MemoryBreakdown:
     )
 
 
+def _dense_pool_bytes(cache: Any) -> int:
+    """Returns the bytes of the buffers that offloaded layers are decoded into, which are no tensors meanwhile."""
+    shelves = {
+        id(layer.shelf.shelves): layer.shelf.shelves for layer in _attention_layers(cache) if _is_shelved(layer)
+    }
+    return sum(one.dense.held_bytes for one in shelves.values())
+
+
+def _is_shelved(layer: Any) -> bool:
+    return isinstance(layer, KVLayer) and layer.shelf is not None
+
+
 def _places(cache: Any) -> tuple[int, int]:
     """Returns the bytes of offloaded blocks in host memory beside the device, and in files."""
-    stores = [
-        store
-        for layer in _attention_layers(cache)
-        if isinstance(layer, KVLayer) and layer.shelf is not None
-        for store in layer.packed.values()
-    ]
+    stores = [store for layer in _attention_layers(cache) if _is_shelved(layer) for store in layer.packed.values()]
     return sum(store.host_bytes for store in stores), sum(store.disk_bytes for store in stores)
 
 

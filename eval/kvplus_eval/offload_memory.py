@@ -59,9 +59,10 @@ def store_synthetic(cache: Cache, tokens: int, heads: int, fused: bool) -> None:
     for _ in range(0, tokens, CHUNK_TOKENS):
         for index, layer in enumerate(cache.layers):
             states = torch.randn(1, heads, CHUNK_TOKENS, HEAD_DIM, generator=generator)
-            keys, _ = cache.update(states, states, index)
+            keys = cache.update(states, states, index)[0]
             if fused and isinstance(layer, KVLayer) and handover.take(keys) is not None:
                 layer.finish_update()
+            del keys, states  # as a model's layer does on its return
     if fused:
         handover.end()
 
@@ -79,8 +80,7 @@ def read_synthetic(cache: Cache, heads: int, fused: bool) -> None:
             CPUKernel().attend(layer, new, Scoring(0.125), None, 0)
             layer.finish_update()
         else:
-            keys, values = cache.update(new, new, index)
-            torch.nn.functional.scaled_dot_product_attention(new, keys, values)
+            torch.nn.functional.scaled_dot_product_attention(new, *cache.update(new, new, index))
 
 
 def measure_synthetic(strategy: str, tokens: int, fused: bool) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 import torch
 
+from hf_kvplus.stores.hostmemory import empty_bytes
 from hf_kvplus.stores.runs import Run
 
 # Bytes on their way per layer of prefetching; small layers fit as a whole, of large ones their beginning.
@@ -123,7 +124,7 @@ class Slot:
 
     def __init__(self, size: int, device: torch.device) -> None:
         # Runs grow; sizes are rounded up so that a slot fits a while.
-        self.device = torch.empty(1 << (size - 1).bit_length(), dtype=torch.uint8, device=device)
+        self.device = empty_bytes(1 << (size - 1).bit_length(), device)
         self._staging = self.device if device.type == "cpu" else None
         self.count = 0
         self.ready: Any = None
@@ -133,7 +134,7 @@ class Slot:
     def staging(self) -> torch.Tensor:
         """Host memory that a file is read into; on a CPU the slot itself."""
         if self._staging is None:
-            self._staging = torch.empty(self.device.numel(), dtype=torch.uint8, pin_memory=True)
+            self._staging = empty_bytes(self.device.numel(), torch.device("cpu"), pinned=True)
         return self._staging
 
 

@@ -19,6 +19,7 @@ import torch
 
 from hf_kvplus.codecs.base import Packed
 from hf_kvplus.stores.blockfile import HEADER_BYTES, BlockFile
+from hf_kvplus.stores.hostmemory import empty_bytes
 
 ALIGNMENT = 16
 
@@ -151,7 +152,7 @@ class Run:
             # A run that grows doubles; one that comes at once takes what it needs.
             blocks = min(most, max(2 * self.count, self.count + added)) if self.count else added
             size = max(needed, blocks * self.record_bytes)
-            grown = torch.empty(size, dtype=torch.uint8, device=device, pin_memory=pinned)
+            grown = empty_bytes(size, device, pinned)
             if self.data is not None:
                 grown[: self.nbytes].copy_(self.data[: self.nbytes])
             self.data = grown

@@ -23,6 +23,7 @@ from hf_kvplus.checks import require_at_least, require_choice
 from hf_kvplus.codecs.base import Codec
 from hf_kvplus.stores.blockfile import BlockFile, OffloadError, Trash, import_xxhash
 from hf_kvplus.stores.directory import BlockDirectory, import_fcntl
+from hf_kvplus.stores.hostmemory import DensePool, empty_bytes
 from hf_kvplus.stores.readahead import ReadAhead
 from hf_kvplus.stores.residency import LEAST_RECENTLY_USED, OLDEST, Residency
 from hf_kvplus.stores.runs import Run
@@ -244,7 +245,7 @@ class Space:
         if run.data.device.type == "cpu":
             self._leave_host(run)
             return
-        moved = torch.empty(run.nbytes, dtype=torch.uint8, pin_memory=True)
+        moved = empty_bytes(run.nbytes, torch.device("cpu"), pinned=True)
         run.data = moved.copy_(run.data[: run.nbytes])
         self._enter_host(run, 0)
 
@@ -262,7 +263,7 @@ class Space:
     def keep(self, run: Run, data: torch.Tensor) -> None:
         """Keeps what was read from a file in memory, if there is room."""
         if self.options.tier == DISK and run.data is None and self.in_host.has_room(run.nbytes):
-            run.data = data[: run.nbytes].clone()
+            run.data = empty_bytes(run.nbytes, torch.device("cpu"), data.is_pinned()).copy_(data[: run.nbytes])
             self._enter_host(run, 0)
 
     def check(self) -> None:
@@ -317,6 +318,7 @@ class Shelves:
     stores: WeakValueDictionary[tuple[int, str], OffloadedStore] = field(default_factory=WeakValueDictionary)
     ahead: ReadAhead = field(init=False)
     scratch: dict[tuple[torch.device, str], torch.Tensor] = field(default_factory=dict)
+    dense: DensePool = field(default_factory=DensePool)
 
     def __post_init__(self) -> None:
         """Makes the slots."""
@@ -377,7 +379,7 @@ class Shelves:
         """Returns scratch of at least `size` bytes, shared by all layers; the next call may overwrite it."""
         held = self.scratch.get((device, name))
         if held is None or held.numel() < size:
-            held = self.scratch[(device, name)] = torch.empty(size, dtype=torch.uint8, device=device)
+            held = self.scratch[(device, name)] = empty_bytes(size, device)
         return held
 
 

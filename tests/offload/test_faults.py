@@ -142,21 +142,23 @@ def test_a_full_disk_stops_the_cache_and_what_was_flushed_can_be_reopened(tmp_pa
 
 def test_a_full_file_system_too(tmp_path):
     """A small file system in memory, where the user may mount one."""
-    if (
-        os.geteuid()
-        or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=200k", "kvplus", tmp_path], check=False).returncode
-    ):
+    mount = ["mount", "-t", "tmpfs", "-o", "size=200k", "kvplus", str(tmp_path)]
+    if os.geteuid() or subprocess.run(mount, capture_output=True, check=False).returncode:
         pytest.skip("needs the right to mount")
     try:
         cache = make(tmp_path)
         with pytest.raises(OffloadError, match=r"of layer \d can't be written to .*: No space left on device"):
-            for seed in range(50):
-                store(cache, 128, seed)
+            store_until_full(cache)
         with pytest.raises(OffloadError, match="broke off earlier"):
             store(cache, 1)
         cache.close()
     finally:
         subprocess.run(["umount", tmp_path], check=True)
+
+
+def store_until_full(cache) -> None:
+    for seed in range(50):
+        store(cache, 128, seed)
 
 
 def test_a_folder_without_permission_is_refused_before_work_starts(tmp_path, monkeypatch):
