@@ -74,6 +74,28 @@ def test_generation_goes_on_bit_for_bit(llama, tmp_path, strategy, length):
     assert_same_continuation(llama, cache, loaded, torch.cat([ids, tokens(2, 3)], dim=1), count=40)
 
 
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "window:50,sinks=4",
+        "window:50,sinks=4,positions=shifted",
+        "window:50,sinks=0,prefill=dense",
+        "window:150,sinks=4,positions=shifted+int4,recent=16",
+        "window:50,sinks=4,rollback=8",
+    ],
+)
+@pytest.mark.parametrize("length", [20, 220])
+def test_a_window_goes_on_bit_for_bit_before_and_after_it_has_dropped_tokens(llama, tmp_path, strategy, length):
+    ids = tokens(2, length)
+    cache = build_cache(strategy, llama.config)
+    for column in range(0, length, 20):
+        fill(llama, cache, ids[:, column : column + 20])
+    save_cache(cache, tmp_path / "cache.safetensors", model=llama)
+    loaded = load_cache(tmp_path / "cache.safetensors", llama)
+    assert loaded.plan == cache.plan
+    assert_same_continuation(llama, cache, loaded, torch.cat([ids, tokens(2, 3)], dim=1), count=40)
+
+
 def test_the_restored_prompt_is_not_read_again(llama, tmp_path):
     ids = tokens(1, 100)
     save_cache(fill(llama, build_cache("int4", llama.config), ids), tmp_path / "cache.safetensors", model=llama)
