@@ -56,8 +56,8 @@ results: $(TEST_WEIGHTS)
 	$(BIN)/kvplus eval --suite reference --model gemma3-270m --strategies dynamic,fp,int8,k8v4,int4,int2 --windows 1 \
 		--window-tokens 1024 --contexts none --greedy-tokens 32 --task-lengths 768 --task-depths 0.5 --noise none \
 		--out $(RESULTS)/gemma3-270m $(if $(TEXT),--text $(TEXT))
-	$(BIN)/kvplus eval --suite reference --model iglm --text eval/data/antibodies.txt --windows 3 --window-tokens 384 \
-		--chunk-tokens 16 --contexts 256,384 --greedy-tokens 48 --tasks copy --task-lengths 300 --out $(RESULTS)/iglm
+	$(BIN)/kvplus eval --suite reference --model iglm --text eval/data/antibodies.txt --windows 3 --window-tokens 376 \
+		--chunk-tokens 16 --contexts 256,376 --greedy-tokens 48 --tasks copy --task-lengths 300 --out $(RESULTS)/iglm
 	$(BIN)/python -m kvplus_eval.readme
 	$(BIN)/python -m kvplus_eval.pages
 

@@ -124,10 +124,18 @@ def test_an_unknown_dtype_is_refused_before_weights_are_read(checkpoint):
         load_model(str(checkpoint), device="cpu", dtype="int4")
 
 
-def test_a_model_is_spread_by_a_device_map_and_an_unknown_one_is_refused(checkpoint):
-    pytest.importorskip("accelerate")
+def test_a_device_map_reaches_transformers_and_an_unknown_one_is_refused(checkpoint, monkeypatch):
+    from transformers import AutoModelForCausalLM
+
+    asked, load = {}, AutoModelForCausalLM.from_pretrained
+    monkeypatch.setattr(
+        AutoModelForCausalLM, "from_pretrained", lambda path, **options: asked.update(options) or load(path)
+    )
     model, _, _ = load_model(checkpoint, device="cpu", device_map="sequential")
-    assert set(model.hf_device_map.values()) <= {"cpu", "disk", 0}
+    assert asked["device_map"] == "sequential"
     assert not model.training
+    asked.clear()
+    load_model(checkpoint, device="cpu")
+    assert "device_map" not in asked
     with pytest.raises(ValueError, match="`device_map` must be one of auto, balanced, sequential"):
         load_model(checkpoint, device="cpu", device_map="here")

@@ -148,7 +148,7 @@ def test_a_large_data_set_is_read_only_as_far_as_needed(monkeypatch, choice):
     assert (asked["streaming"], asked["split"], asked["names"][1]) == (True, "validation", "en")
     assert 1000 <= len(text.text) < 1300
     assert rows.read < 12
-    assert "first 9 documents" in text.name
+    assert "first 10 documents" in text.name
     assert load_text(choice, least_characters=1000).sha256 == text.sha256
 
 

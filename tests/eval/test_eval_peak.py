@@ -1,3 +1,4 @@
+import shutil
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ def test_a_process_of_its_own_tells_what_a_long_context_needs(checkpoint):
     assert 4000 * 2048 < peak < 4000 * 2048 + 64 * 2**20
 
 
-@pytest.mark.skipif(not can_watch(), reason="this system doesn't tell a process's peak memory")
-def test_what_went_wrong_in_that_process_is_told(checkpoint):
-    with pytest.raises(RuntimeError, match="watching the memory of `itn4` failed: .*unknown strategy"):
-        watch_peak(checkpoint, "itn4", tokens=10, decoded=1, chunk_tokens=5)
+def test_what_went_wrong_in_that_process_is_told(tmp_path, monkeypatch):
+    monkeypatch.setattr("kvplus_eval.peak.sys.executable", shutil.which("ls"))
+    with pytest.raises(RuntimeError, match="watching the memory of `int4` failed: .+"):
+        watch_peak(tmp_path, "int4", tokens=10, decoded=1, chunk_tokens=5)
