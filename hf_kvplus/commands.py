@@ -115,8 +115,13 @@ def strategies() -> None:
 def doctor(
     model: Annotated[str | None, typer.Option(help="Also tell what this model's layers would get.")] = None,
     strategy: Annotated[str, typer.Option(help="The strategy that --model is told for.")] = "int4",
+    text: Annotated[
+        Path | None, typer.Option(help="UTF-8 text: also run --model on its end and tell of biases in its keys.")
+    ] = None,
 ) -> None:
     """Tell versions, devices, kernels and extras, and what a model's layers would get."""
+    if text is not None and model is None:
+        raise ValueError("`text` is for a model's keys; give --model too")
     check_strategy(strategy)
     console = Console()
     console.print(_versions_table())
@@ -127,6 +132,10 @@ def doctor(
         console.print(f"{model} with {strategy}:")
         for line in getattr(cache, "plan", [f"every layer: transformers' own ({type(cache).__name__})"]):
             console.print(f"  {line}", soft_wrap=True, markup=False)
+    if text is not None and model is not None:
+        from hf_kvplus.plan_commands import tell_key_biases
+
+        tell_key_biases(console, model, text)
 
 
 def check_strategy(strategy: str) -> None:

@@ -33,7 +33,9 @@ def plan(
         bool, typer.Option(help="Also measure the queries, and encode keys with that; written beside the plan.")
     ] = False,
     windows: Annotated[int, typer.Option(min=2, help="Windows of text; one of them checks the plan.")] = 3,
-    window_tokens: Annotated[int, typer.Option(min=256, help="Tokens in a window.")] = 1024,
+    window_tokens: Annotated[
+        int, typer.Option(min=256, help="Tokens in a window; as long as contexts will be.")
+    ] = 2048,
     chunk_tokens: Annotated[int, typer.Option(min=1, help="Tokens fed at a time.")] = 64,
     groups: Annotated[str, typer.Option(help="Tokens of a block that are tried, multiples of 8.")] = "48,96",
     out: Annotated[Path, typer.Option(help="File to write.")] = Path("plan.json"),
@@ -81,6 +83,30 @@ def plan(
             f"`budget` of {limit} can't be met with `max_kl` {max_kl:g}: the best plan costs {made.measured_kl:.2g} "
             f"nats (it is in {out}); give a larger budget"
         )
+
+
+def tell_key_biases(console: Console, model: str, text: Path) -> None:
+    """Prints which layers' keys have channels far above the rest, measured on the end of a text.
+
+    Raises:
+        FileNotFoundError: If there is no such text or model.
+        ValueError: If the text is too short.
+    """
+    from hf_kvplus.plans.keys import BIAS_TOKENS, FAR, key_biases
+    from hf_kvplus.plans.onepass import OnePass
+
+    require_text(text)
+    loaded, tokenizer, _ = load_model(model)
+    cut, _ = cut_end(tokenizer, text, 1, BIAS_TOKENS)
+    with OnePass(loaded) as run:
+        found = key_biases(run, cut)
+    for bias in found:
+        if max(bias.offset, bias.spread) >= FAR:
+            console.print(f"  {bias.describe()}", soft_wrap=True, markup=False)
+    far = sum(max(bias.offset, bias.spread) >= FAR for bias in found)
+    console.print(
+        f"key biases: {far} of {len(found)} layers have a channel at least {FAR} times above the typical one"
+    )
 
 
 def _groups(text: str) -> tuple[int, ...]:

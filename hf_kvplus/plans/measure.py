@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from hf_kvplus.codecs.identity import IdentityCodec
 from hf_kvplus.layer import KVLayer
 from hf_kvplus.plans.onepass import AttentionCall, OnePass
 from hf_kvplus.recipes import Quantization
@@ -48,27 +49,39 @@ def layer_losses(
     for number, token_ids in enumerate(windows):
         calls, gradients = _curvature(run, token_ids, seed=number)
         for layer, call in calls.items():
+            with torch.no_grad():
+                plain = call.plain()
             for index, candidate in enumerate(candidates):
                 for part, name in enumerate(PARTS):
-                    loss = _loss(run, call, candidate, layer, name, gradients[layer])
+                    change = _change(call, candidate, layer, name, run.chunk_tokens) - plain
+                    loss = _loss(change, gradients[layer])
                     losses[layer, index, part] = loss / len(windows) + losses[layer, index, part].nan_to_num(0.0)
             advance()
     return losses
 
 
-def _loss(
-    run: OnePass, call: AttentionCall, candidate: Quantization, layer: int, part: str, gradients: torch.Tensor
-) -> float:
-    """Returns the predicted loss of one layer with keys or values quantized, in nats a position."""
+def _change(call: AttentionCall, candidate: Quantization, layer: int, part: str, chunk_tokens: int) -> torch.Tensor:
+    """Returns a layer's output with keys or values quantized, `(1, tokens, heads, head_dim)`."""
+    codecs = dict(zip(PARTS, candidate.codecs(layer), strict=True))
+    unpacked = IdentityCodec(block_tokens=candidate.block_tokens)
+    held = KVLayer(
+        *(codecs[name] if name == part else unpacked for name in PARTS),
+        residual_length=candidate.residual_length,
+        num_sink_tokens=candidate.num_sink_tokens,
+    )
     with torch.no_grad():
-        held = KVLayer(
-            *candidate.codecs(layer),
-            residual_length=candidate.residual_length,
-            num_sink_tokens=candidate.num_sink_tokens,
-        )
-        change = call.stored(held, run.chunk_tokens, (part,)) - call.plain()  # (1, tokens, heads, head_dim)
-        moved = (gradients * change[None].float()).sum((-1, -2))  # (samples, 1, tokens)
-        return float(0.5 * moved.double().square().sum() / len(gradients) / change.shape[1])
+        return call.stored(held, chunk_tokens, (part,))
+
+
+def _loss(change: torch.Tensor, gradients: torch.Tensor) -> float:
+    """Returns half the mean square of how far log-probabilities move, in nats a position.
+
+    Args:
+        change: `(1, tokens, heads, head_dim)`.
+        gradients: `(samples, 1, tokens, heads, head_dim)`.
+    """
+    moved = (gradients * change[None].float()).sum((-1, -2))  # (samples, 1, tokens)
+    return float(0.5 * moved.double().square().sum() / len(gradients) / change.shape[1])
 
 
 def _curvature(
