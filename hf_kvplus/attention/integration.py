@@ -102,7 +102,7 @@ class KernelReader:
     """
 
     def __init__(self, kernel: str, model: PreTrainedModel) -> None:
-        self.kernel = _make_kernel(kernel, model.device)
+        self.kernel = make_kernel(kernel, model.device)
         # What `update` returns is read by later layers too.
         self.shares = bool(getattr(model.config.get_text_config(decoder=True), "num_kv_shared_layers", None))
         self.answers: WeakKeyDictionary[KVLayer, tuple[Any, ...]] = WeakKeyDictionary()
@@ -141,7 +141,7 @@ class KernelReader:
         return reason is None
 
 
-def _make_kernel(name: str, device: torch.device) -> Kernel:
+def make_kernel(name: str, device: torch.device) -> Kernel:
     """Returns a kernel.
 
     Raises:

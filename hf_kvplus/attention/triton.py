@@ -104,8 +104,9 @@ class TritonKernel:
         self, layer: KVLayer, query: torch.Tensor, scoring: Scoring, mask: torch.Tensor | None, visible: int
     ) -> torch.Tensor:
         """Attends; see `Kernel.attend`."""
-        call = Call(self.module, self.launch, layer, query, scoring, mask, visible)
-        return call.run()
+        # Triton launches on the current device, which needn't be this layer's.
+        with torch.cuda.device_of(query):
+            return Call(self.module, self.launch, layer, query, scoring, mask, visible).run()
 
 
 class Call:
@@ -237,13 +238,12 @@ class Call:
         return {
             "HAS_MASK": self.mask is not None,
             "HAS_SOFTCAP": bool(self.scoring.softcap),
-            "PRECISION": "tf32x3" if single else "tf32",
+            "PRECISION": "tf32" if not single else "ieee" if torch.version.hip else "tf32x3",
             "KEY_CHANNELS": self.key_channels,
             "KEY_PAD": max(16, power_of_two(self.key_channels)),
             "VALUE_CHANNELS": self.value_channels,
             "ROWS": self.row_tile,
-            "num_warps": self.launch.warps
-            or warps_for(self.layer.dtype, self.row_tile, self.key_channels, self.value_channels),
+            "num_warps": self.launch.warps or self.warps,
             "num_stages": self.launch.stages,
         }
 

@@ -156,10 +156,10 @@ def test_the_assembly_unpacks_every_code(name, nbits):
 
 
 def test_a_gpu_is_served_by_triton_and_a_cpu_refused():
-    kernel = integration._make_kernel("auto", torch.device("cuda"))
+    kernel = integration.make_kernel("auto", torch.device("cuda"))
     assert isinstance(kernel, TritonKernel)
     assert "can't read a cache on cpu" in kernel.refuses(make_layer(70))
-    assert isinstance(integration._make_kernel("reference", torch.device("cuda")), ReferenceKernel)
+    assert isinstance(integration.make_kernel("reference", torch.device("cuda")), ReferenceKernel)
 
 
 def test_a_missing_triton_is_named(monkeypatch):
@@ -169,4 +169,4 @@ def test_a_missing_triton_is_named(monkeypatch):
     monkeypatch.delitem(sys.modules, "hf_kvplus.attention.triton_kernels")
     monkeypatch.delattr(hf_kvplus.attention, "triton_kernels")
     with pytest.raises(ImportError, match="pip install triton"):
-        integration._make_kernel("auto", torch.device("cuda"))
+        integration.make_kernel("auto", torch.device("cuda"))
