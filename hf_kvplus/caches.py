@@ -114,13 +114,13 @@ class KVPlusCache(Cache):
         self.offload_options: Offload | None = None
         self.space: Space | None = None
         if offload is not None:
-            self._shelve(layers, offload)
+            self.shelve_layers(layers, offload)
         super().__init__(layers=layers)
         if self.space:
             IndexWriter(self).attach()
 
-    def _shelve(self, layers: list[Any], offload: Offload | Space) -> None:
-        """Lets the blocks of all layers that form any live where `offload` says."""
+    def shelve_layers(self, layers: list[Any], offload: Offload | Space) -> None:
+        """Lets the blocks of all layers that form any live where `offload` says, before anything was stored."""
         self.offload_options = offload.options if isinstance(offload, Space) else offload
         if self.offload_options.tier != MEMORY:
             self.space = offload if isinstance(offload, Space) else Space(offload)

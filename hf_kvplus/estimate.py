@@ -25,7 +25,9 @@ from hf_kvplus.codecs.base import Packed
 from hf_kvplus.layer import KVLayer
 from hf_kvplus.memory import find_tensors, storage_bytes
 from hf_kvplus.probe import LayerStates, States, profile_model
-from hf_kvplus.strategies.build import build_cache
+from hf_kvplus.stores.readahead import AHEAD_BYTES
+from hf_kvplus.stores.space import AUTO, CPU, DEFAULT_DISK_BUDGET_BYTES, DISK, MEMORY, Offload
+from hf_kvplus.strategies.build import build_cache, find_strategy
 from hf_kvplus.strategies.grammar import parse
 from hf_kvplus.window_layer import SinkWindowLayer
 
@@ -34,6 +36,8 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 SAMPLE_TOKENS = (64, 128)
 # Every tier but the device itself; `hf-offloaded` keeps everything in host memory.
 OFFLOAD_PART, HOST_OFFLOADED = "offload", "hf-offloaded"
+# The most of one slot that blocks are read into: a slab in float32.
+SLOT_BYTES = 1 << 21
 
 
 @dataclass(frozen=True)
@@ -45,12 +49,14 @@ class LayerEstimate:
         total_bytes: Everything it holds.
         dense_bytes: Its keys and values of all visible tokens at full precision, which attention needs at once.
         visible_tokens: Tokens that a query sees.
+        packed_bytes: Blocks, of `total_bytes`; what offloading moves.
     """
 
     kind: str
     total_bytes: int
     dense_bytes: int
     visible_tokens: int
+    packed_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -66,6 +72,7 @@ class MemoryEstimate:
         decoder_layers: Layers of the decoder.
         tier: Where an offloaded cache lives, `None` for the device.
         resident_layers: Layers of an offloaded cache that are on the device at a time.
+        offload: Where blocks go, of our own offloaded caches.
         weight_bytes: Bytes of the model's weights in `dtype`.
     """
 
@@ -78,6 +85,7 @@ class MemoryEstimate:
     tier: str | None
     resident_layers: int
     weight_bytes: int
+    offload: Offload | None = None
 
     @property
     def cache_bytes(self) -> int:
@@ -91,10 +99,50 @@ class MemoryEstimate:
 
     @property
     def device_bytes(self) -> int:
-        """Bytes that stay on the device: everything, or the layers that are there at a time."""
+        """Bytes that stay on the device: everything, or the layers that are there at a time.
+
+        Of our own offloaded caches: what isn't packed, scratch to read blocks into, and the budget of tier `auto`.
+        """
         if self.tier is None:
             return self.cache_bytes
+        if self.offload is not None:
+            stays = min(self.packed_bytes, self.offload.budget_bytes or 0) if self.tier == AUTO else 0
+            return self.cache_bytes - self.packed_bytes + self.scratch_bytes + stays
         return sum(sorted((layer.total_bytes for layer in self.layers), reverse=True)[: self.resident_layers])
+
+    @property
+    def packed_bytes(self) -> int:
+        """Bytes of all blocks."""
+        return sum(layer.packed_bytes for layer in self.layers)
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Bytes that an offloaded cache reads blocks into: slots for those on their way, and what is read now."""
+        if self.offload is None:
+            return 0
+        ahead = AHEAD_BYTES * self.offload.prefetch_layers + 2 * SLOT_BYTES
+        largest = max((layer.packed_bytes for layer in self.layers), default=0)
+        return min(ahead, largest * (1 + self.offload.prefetch_layers))
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes in host memory beside the device."""
+        if self.offload is None:
+            return self.cache_bytes if self.tier == CPU else 0
+        budget = self.offload.budget_bytes
+        if self.tier == DISK:
+            return min(self.packed_bytes, DEFAULT_DISK_BUDGET_BYTES if budget is None else budget)
+        beyond = max(0, self.packed_bytes - (budget or 0))
+        return beyond if self.offload.host_bytes is None else min(beyond, self.offload.host_bytes)
+
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes in files."""
+        if self.offload is None or self.tier == CPU:
+            return 0
+        if self.tier == DISK:
+            return self.packed_bytes
+        return max(0, self.packed_bytes - (self.offload.budget_bytes or 0) - self.host_bytes)
 
     @property
     def dense_layer_bytes(self) -> int:
@@ -165,9 +213,12 @@ def estimate_memory(
         raise ValueError(f"`prompt_tokens` must be at most seq_len={seq_len}, got {prompt_tokens}")
     profile = profile_model(config)
     kind = states_dtype(config, dtype)
-    held, tier, resident = _without_offloading(strategy)
+    held, tier, resident, offload = _without_offloading(strategy)
     cache = build_cache(held, config, max_length=seq_len)
     own, cross = _halves(cache)
+    if offload is not None:
+        # The same blocks, left in memory, tell their sizes.
+        getattr(cache, "self_attention_cache", cache).shelve_layers(own, Offload(MEMORY))
     fill = _Filling(batch_size * num_beams, prompt_tokens, seq_len, kind, tensor_parallel)
     layers = _estimate_layers(own, profile.layers, fill)
     if profile.cross_layers:
@@ -176,7 +227,7 @@ def estimate_memory(
         layers += _estimate_layers(cross, profile.cross_layers, cross_fill)
     weights = profile.parameters * kind.itemsize // tensor_parallel
     return MemoryEstimate(
-        strategy, seq_len, fill.rows, kind, tuple(layers), len(profile.layers), tier, resident, weights
+        strategy, seq_len, fill.rows, kind, tuple(layers), len(profile.layers), tier, resident, weights, offload
     )
 
 
@@ -216,20 +267,21 @@ class _Filling:
         return self.rows * tokens * channels * (states.dtype or self.dtype).itemsize
 
 
-def _without_offloading(strategy: str) -> tuple[str, str | None, int]:
+def _without_offloading(strategy: str) -> tuple[str, str | None, int, Offload | None]:
     """Takes a part that only says where bytes live out of a strategy.
 
     Returns:
-        The strategy of the bytes, the tier, and the layers that are on the device at a time.
+        The strategy of the bytes, the tier, the layers that are on the device at a time, and where blocks go.
     """
     if strategy == HOST_OFFLOADED:
-        return "dynamic", "cpu", 2
+        return "dynamic", CPU, 2, None
     parts = parse(strategy)
     tiers = [part for part in parts if part.name == OFFLOAD_PART]
     if not tiers:
-        return strategy, None, 0
+        return strategy, None, 0, None
     kept = "+".join(part.text for part in parts if part.name != OFFLOAD_PART) or "fp"
-    return kept, tiers[0].value or "cpu", 1 + (tiers[0].integer("prefetch", 1) or 0)
+    offload = find_strategy(OFFLOAD_PART).apply(tiers[0])["offload"]
+    return kept, offload.tier, 1 + offload.prefetch_layers, offload
 
 
 def _halves(cache: Cache) -> tuple[list[Any], list[Any]]:
@@ -274,7 +326,8 @@ def _estimate_layer(layer: Any, states: LayerStates, fill: _Filling) -> LayerEst
         held = _sampled_bytes(layer, states, fill)
     else:
         held = _filled_bytes(layer, states, fill)
-    return LayerEstimate(_kind(layer, states), held + fixed + indexer, dense, visible)
+    packed = sum(store.used_bytes for store in layer.packed.values()) if isinstance(layer, KVLayer) else 0
+    return LayerEstimate(_kind(layer, states), held + fixed + indexer, dense, visible, packed)
 
 
 def _kind(layer: Any, states: LayerStates) -> str:

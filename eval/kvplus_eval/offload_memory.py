@@ -51,6 +51,7 @@ class Storing:
         return True
 
 
+@torch.no_grad()
 def store_synthetic(cache: Cache, tokens: int, heads: int, fused: bool) -> None:
     """Stores random states of `tokens` tokens in every layer, chunk by chunk."""
     generator = torch.Generator().manual_seed(0)
@@ -67,6 +68,7 @@ def store_synthetic(cache: Cache, tokens: int, heads: int, fused: bool) -> None:
         handover.end()
 
 
+@torch.no_grad()
 def read_synthetic(cache: Cache, heads: int, fused: bool) -> None:
     """Reads every layer once, as the decoding of one token does."""
     from hf_kvplus.attention.base import Scoring
@@ -119,7 +121,10 @@ def measure_model(strategy: str, options: argparse.Namespace) -> dict[str, Any]:
         before = resident_bytes("VmRSS")
         restart_peak()
         cache = build_cache(strategy, model.config)
-        times = read(model, cache, ids, options.tokens)
+        if options.stored:
+            decoder = model.config.get_text_config(decoder=True)
+            store_synthetic(cache, options.context, decoder.num_key_value_heads, False)
+        times = read(model, cache, ids[:, :1] if options.stored else ids, options.tokens)
         peak = resident_bytes("VmHWM") - before
     step_ms = 1000 * sorted(times)[len(times) // 2]
     return {"peak_bytes": peak, "tokens": cache.get_seq_length(), "decode_ms": step_ms, **_places(cache)}
@@ -153,6 +158,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--context", type=int, default=8192)
     parser.add_argument("--tokens", type=int, default=8)
     parser.add_argument("--synthetic", type=int, default=0, metavar="TOKENS")
+    parser.add_argument("--stored", action="store_true", help="store random states instead of reading the text")
     parser.add_argument("--fused", action="store_true")
     parser.add_argument("--here", action="store_true", help="measure one strategy in this process")
     options = parser.parse_args(arguments)
