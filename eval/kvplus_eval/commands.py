@@ -11,17 +11,19 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
+from hf_kvplus.checks import require_choice
 from hf_kvplus.devices import measure_device
-from hf_kvplus.loading import load_config, load_model
+from hf_kvplus.loading import DTYPES, load_config, load_model, resolve_device
 from hf_kvplus.report import write_report
 from kvplus_eval.bench import BenchPlan, run_bench
 from kvplus_eval.compare import Tolerances, compare_runs, compare_summary, compare_table, latest_run
 from kvplus_eval.data import cut_windows, load_text
 from kvplus_eval.evaluation import Finished, Job, run_evaluation
 from kvplus_eval.html import write_page
+from kvplus_eval.kernel_bench import Shape, kernel_summary, kernel_table, read_shape, run_kernel_bench
 from kvplus_eval.plan import make_plan
 from kvplus_eval.processes import Processes, join_processes, leave_processes
-from kvplus_eval.protocol import Protocol, choose_strategies, require_positions
+from kvplus_eval.protocol import REFERENCE_STRATEGY, Protocol, choose_strategies, require_positions
 from kvplus_eval.results import append_rows, run_facts
 from kvplus_eval.suites import DEFAULT_STRATEGIES, OPTIONS, Settings, settle, suite_names
 from kvplus_eval.tables import bench_summary, bench_table, complaints, eval_summary, eval_tables, make_console
@@ -189,11 +191,18 @@ def bench(
         str | None, typer.Option(help="Text to feed, as for `kvplus eval`.", show_default="random tokens")
     ] = None,
     fused: Annotated[bool, typer.Option(help="Read packed states directly, as `use_fused_attention` does.")] = False,
+    kernels: Annotated[bool, typer.Option(help="Time attention alone, without a model, against PyTorch's.")] = False,
+    shape: Annotated[
+        str, typer.Option(help="With --kernels, numbers for batch, kv_heads, queries, head_dim and tokens.")
+    ] = "kv_heads=8,queries=4,head_dim=128,tokens=32768",
     device: Device = "auto",
     dtype: Dtype = "auto",
     out: Out = Path("kvplus-bench"),
 ) -> None:
     """Time one decoded token at given context lengths, strategies taking turns in one run."""
+    if kernels:
+        _bench_kernels(choose_strategies(strategies), read_shape(shape), device, dtype, tokens * rounds, out)
+        return
     plan = BenchPlan(_lengths(context), tokens, rounds, prefill_chunk_tokens, fused)
     names = choose_strategies(strategies)
     chosen_text = None if text is None else load_text(text)
@@ -218,6 +227,22 @@ def bench(
     for line in complaints(rows):
         console.print(line, soft_wrap=True, markup=False)
     typer.echo(bench_summary(rows))
+    _leave(rows)
+
+
+def _bench_kernels(names: list[str], shape: Shape, device: str, dtype: str, rounds: int, out: Path) -> None:
+    """Times attention alone."""
+    where = resolve_device(device)
+    require_choice("dtype", dtype, ("auto", *DTYPES))
+    chosen = DTYPES.get(dtype, torch.float32 if where.type == "cpu" else torch.bfloat16)
+    mine = [name for name in names if name != REFERENCE_STRATEGY]
+    rows = run_kernel_bench(mine, shape, device=where, dtype=chosen, rounds=rounds)
+    append_rows(out / "kernels.jsonl", rows)
+    console = make_console()
+    console.print(kernel_table(rows))
+    for line in complaints(rows):
+        console.print(line, soft_wrap=True, markup=False)
+    typer.echo(kernel_summary(rows))
     _leave(rows)
 
 

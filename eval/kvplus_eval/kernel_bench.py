@@ -17,6 +17,7 @@ The `kernel` part of a row:
 
 from __future__ import annotations
 
+import json
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields
@@ -34,6 +35,7 @@ from hf_kvplus import build_cache
 from hf_kvplus.attention.base import Kernel, Scoring
 from hf_kvplus.attention.integration import make_kernel
 from hf_kvplus.attention.reference import ReferenceKernel
+from hf_kvplus.attention.triton import Launch, TritonKernel
 from hf_kvplus.checks import require_at_least
 from hf_kvplus.layer import KVLayer
 from kvplus_eval.guards import RefusedError
@@ -100,7 +102,13 @@ class Contestant:
 
 
 def run_kernel_bench(
-    strategies: Sequence[str], shape: Shape, *, device: torch.device, dtype: torch.dtype, rounds: int = 30
+    strategies: Sequence[str],
+    shape: Shape,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    rounds: int = 30,
+    launch: Launch | None = None,
 ) -> list[Row]:
     """Times the attention of all strategies, and SDPA's, in turns.
 
@@ -110,13 +118,14 @@ def run_kernel_bench(
         device: Where.
         dtype: Of queries and unpacked states.
         rounds: How often each is timed.
+        launch: How the Triton kernels are launched, instead of their defaults.
 
     Returns:
         A row for each strategy and for SDPA in both dtypes.
     """
     torch.manual_seed(0)
     contestants = {name: Contestant(Outcome(name)) for name in (*strategies, *DENSE)}
-    kernel = make_kernel("auto", device)
+    kernel = make_kernel("auto", device) if launch is None else TritonKernel(launch)
     with torch.inference_mode():
         for name, one in contestants.items():
             prepare = partial(_prepare_dense, one) if name in DENSE else partial(_prepare_layer, one, kernel=kernel)
@@ -126,7 +135,7 @@ def run_kernel_bench(
             for name in rotated(list(contestants), number):
                 one = contestants[name]
                 one.outcome.attempt(partial(_time, one, device, counted=number >= WARMUP_STEPS))
-    facts = kernel_facts(device)
+    facts = {**kernel_facts(device), "launch": asdict(launch) if launch else None}
     return [_row(facts, one, contestants, shape, dtype, bandwidth) for one in contestants.values()]
 
 
@@ -282,3 +291,17 @@ def kernel_table(rows: Sequence[Row]) -> Table:
             f"{kernel['error']:.1e}",
         )
     return table
+
+
+def kernel_summary(rows: Sequence[Row]) -> str:
+    """Returns the last line of `kvplus bench --kernels`: one JSON object with every figure."""
+    return json.dumps(
+        {
+            "schema": SCHEMA,
+            "kind": "kernel-bench-summary",
+            "run": rows[0]["run"],
+            "strategies": [
+                {name: row[name] for name in ("strategy", "status", "reason")} | row["kernel"] for row in rows
+            ],
+        }
+    )
