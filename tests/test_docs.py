@@ -45,7 +45,7 @@ def test_python_snippets_run(page, loaded, monkeypatch, tmp_path):
         exec(compile(snippet, page.name, "exec"), {"model": model, "tokenizer": tokenizer, "inputs": inputs})
 
 
-@pytest.mark.parametrize("page", PAGES[:2], ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", [*PAGES[:2], ROOT / "docs" / "evaluation.md"], ids=lambda page: page.stem)
 def test_commands_have_the_options_that_the_pages_give_them(page):
     group = typer.main.get_command(build_app())
     lines = [line for block in blocks(page, "bash") for line in block.replace("\\\n", " ").splitlines()]

@@ -147,6 +147,14 @@ def test_a_page_without_figures_tells_why():
     assert "<svg" not in page
 
 
+def test_a_task_beyond_the_model_is_told():
+    rows = copy.deepcopy(ROWS)
+    assert "Beyond this model" not in render_page(rows)
+    for answer in rows[0]["tasks"]:
+        answer["exact"] = 0.0
+    assert "Beyond this model" in render_page(rows)
+
+
 def test_sensitivity_by_layer_is_drawn_where_rows_have_it():
     rows = copy.deepcopy(ROWS)
     rows[3]["layer_sensitivity"] = [{"layer": layer, "kl_nats": 0.01 * layer} for layer in range(4)]

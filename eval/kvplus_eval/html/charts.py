@@ -193,8 +193,9 @@ def _scatter(points: Sequence[Series], x_axis: Axis, y_axis: Axis, frame: Frame)
     for number, (one, (a, b)) in enumerate(zip(points, places, strict=True)):
         bits, loss = one.points[0]
         tip = f"{one.strategy}: {y_axis.write(loss)} at {x_axis.write(bits)}"
-        left, middle = _free_place(one.strategy, a, b, taken, frame)
-        weight = ' font-weight="700"' if number in front else ""
+        bold = number in front
+        left, middle = _free_place(LETTER_WIDTH * (1 + 0.12 * bold) * len(one.strategy) + 2, a, b, taken, frame)
+        weight = ' font-weight="700"' if bold else ""
         parts.append(f'<g data-strategy="{escape(one.strategy)}" style="color:{one.color}">')
         parts.append(f'<circle class="point" cx="{a:.1f}" cy="{b:.1f}" r="{POINT_RADIUS}">{_tip(tip)}</circle>')
         parts.append(
@@ -204,10 +205,9 @@ def _scatter(points: Sequence[Series], x_axis: Axis, y_axis: Axis, frame: Frame)
 
 
 def _free_place(
-    name: str, a: float, b: float, taken: list[tuple[float, float, float, float]], frame: Frame
+    width: float, a: float, b: float, taken: list[tuple[float, float, float, float]], frame: Frame
 ) -> tuple[float, float]:
-    """Finds the nearest place for a name that covers no other name or point, and takes it."""
-    width = LETTER_WIDTH * len(name) + 2
+    """Finds the nearest place for a name of some width that covers no other name or point, and takes it."""
     best = (a + 9, b)
     for reach in range(6):
         rise = 9 * reach
