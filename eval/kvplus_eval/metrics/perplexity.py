@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
@@ -58,12 +59,19 @@ class Perplexity(Metric):
 def paired_interval(differences: list[float], draws: int = BOOTSTRAP_DRAWS) -> tuple[float | None, float | None]:
     """Bootstraps the mean of paired differences.
 
+    Resamples of few values vary too little, so a plain percentile interval is too narrow: of 4 windows it holds the
+    truth in 81 % of cases, of 8 in 91 %. The percentiles are therefore moved outwards as far as Student's distribution
+    lies beyond the normal one, which makes it 86 % and 95 %; an interval can't reach beyond its windows.
+
+    Source: Hesterberg, What Teachers Should Know about the Bootstrap, https://arxiv.org/abs/1411.5279 (expanded
+    percentile interval).
+
     Args:
         differences: One difference a window.
         draws: How many resamples.
 
     Returns:
-        Lower and upper end of the 95 % percentile interval, or None twice when there are fewer than two windows.
+        Lower and upper end of the 95 % interval, or None twice when there are fewer than two windows.
     """
     if len(differences) < 2:
         return None, None
@@ -72,9 +80,39 @@ def paired_interval(differences: list[float], draws: int = BOOTSTRAP_DRAWS) -> t
     generator = torch.Generator().manual_seed(0)
     picks = torch.randint(len(values), (draws, len(values)), generator=generator)
     means = values[picks].mean(dim=1)
-    tail = (1 - CONFIDENCE) / 2
+    tail = expanded_tail(len(values))
     low, high = torch.quantile(means, torch.tensor([tail, 1 - tail], dtype=torch.float64)).tolist()
     return low, high
+
+
+@functools.cache
+def expanded_tail(count: int) -> float:
+    """Returns the share of resamples to leave out at each end so that few values get the interval they deserve.
+
+    Args:
+        count: How many values there are, at least 2.
+    """
+    quantile = _student_quantile(1 - (1 - CONFIDENCE) / 2, count - 1)
+    return math.erfc(math.sqrt(count / (count - 1)) * quantile / math.sqrt(2)) / 2
+
+
+def _student_quantile(share: float, freedom: int) -> float:
+    """Returns the value below which a share above one half of Student's distribution lies, by bisection."""
+    low, high = 0.0, 1000.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _student_share(middle, freedom) < share else (low, middle)
+    return low
+
+
+def _student_share(value: float, freedom: int, steps: int = 2000) -> float:
+    """Returns the share of Student's distribution below a positive value, integrated over the angle of its tangent."""
+    # With x = sqrt(freedom) tan(angle) the density becomes cos(angle) ** (freedom - 1), smooth and bounded
+    factor = math.exp(math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2)) / math.sqrt(math.pi)
+    end = math.atan(value / math.sqrt(freedom))
+    width = end / steps
+    middles = (math.cos((step + 0.5) * width) ** (freedom - 1) for step in range(steps))
+    return 0.5 + factor * width * sum(middles)
 
 
 def _percent(loss_difference: float) -> float:
