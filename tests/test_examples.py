@@ -72,6 +72,17 @@ def test_long_document_takes_constant_memory(checkpoint, text, capsys):
     assert parse_bytes(sizes["600"]) <= parse_bytes(sizes["603"]) < full / 2
 
 
+def test_offload_gives_the_same_text_from_the_disk(checkpoint, text, capsys):
+    for strategy in ("fp", "int4"):
+        run("offload", "--model", checkpoint, "--text", text, "--strategy", strategy, "--max-new-tokens", "8")
+        out = capsys.readouterr().out
+        assert "[the same text]" in out
+        on_disk, estimated = map(
+            parse_bytes, re.search(r"memory, ([1-9].*?) on disk; estimated (.*?) on", out).groups()
+        )
+        assert abs(on_disk - estimated) < 0.1 * estimated
+
+
 def test_streaming_chat_runs_turn_after_turn(checkpoint, capsys):
     run("streaming_chat", "--model", checkpoint, "--turns", "3", "--window", "32", "--max-new-tokens", "8")
     assert len(capsys.readouterr().out.strip().splitlines()) >= 3

@@ -63,7 +63,7 @@ class BlockDirectory:
                 self.path, self._lock = _take_unnamed()
                 made = True
             else:
-                self.path = Path(path)
+                self.path = Path(path).absolute()
                 made = not self.path.exists()
                 self.path.mkdir(parents=True, exist_ok=True)
                 self._lock = _lock(self.path)

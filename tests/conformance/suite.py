@@ -20,6 +20,10 @@ STRATEGIES = [
     # Rotated over all heads, nothing dropped: exact up to rounding, which the threshold for packing allows for.
     Strategy("gqa:1,projection=ROTATED,recent=16", loss=2e-4, architectures=("Llama", "GPT-2", "DeepSeek-V3")),
     Strategy("gqa:1,projection=ROTATED+int8,recent=16", loss=0.1, architectures=("Llama",)),
+    Strategy("fp+offload:disk,budget=20kb", loss=2e-5, architectures=("Llama", "Falcon-H1")),
+    Strategy("int8,recent=16+offload:disk,budget=0", loss=0.1, architectures=("Llama", "Gemma 3n")),
+    Strategy("fp+offload:cpu", loss=2e-5, architectures=("Llama",)),
+    Strategy("window:150,sinks=4+offload:disk,budget=0", loss=2e-5, architectures=("Llama",), window=(150, 4)),
     Strategy("window:90,sinks=4", loss=2e-5, architectures=("Llama",), window=(90, 4)),
     Strategy("window:150,sinks=4+int8,recent=16", loss=0.1, architectures=("Llama",), window=(150, 4)),
 ]
