@@ -59,10 +59,11 @@ class DensePool:
             mapping = self._mappings[index]
             # The list, the name here and the argument of the call.
             free = sys.getrefcount(mapping) <= 3
-            if free and len(mapping) >= size and found is None:
+            if free and len(mapping) < size:
+                continue
+            kept.append(mapping)
+            if free and found is None:
                 found = mapping
-            if not free or found is mapping:
-                kept.append(mapping)
         self._mappings = kept
         if found is None:
             found = mmap.mmap(-1, int(size * HEADROOM))

@@ -11,6 +11,7 @@ import torch
 from hf_kvplus.codecs import Codec
 from hf_kvplus.recipes import Quantization
 from hf_kvplus.stores import PackedStore, readahead
+from hf_kvplus.stores.hostmemory import DensePool
 from hf_kvplus.stores.offloaded import OffloadedStore
 from hf_kvplus.stores.residency import LEAST_RECENTLY_USED, OLDEST, Residency
 from hf_kvplus.stores.runs import Layout, Run
@@ -187,3 +188,21 @@ def test_slots_are_used_again(monkeypatch):
 def test_options_are_checked(options, message):
     with pytest.raises(ValueError, match=message):
         Offload(**options)
+
+
+def test_dense_buffers_are_used_again_but_never_while_somebody_reads_them():
+    pool, like = DensePool(), torch.empty(0)
+    first, second = (pool.empty_like(like, (1, 300, 400)) for _ in range(2))
+    addresses = {first.data_ptr(), second.data_ptr()}
+    assert len(addresses) == 2
+    view = first[:, 5:]
+    del first, second
+    again = pool.empty_like(like, (1, 300, 410))
+    assert again.data_ptr() in addresses
+    assert again.data_ptr() != view.data_ptr() - 5 * 400 * 4
+    del view
+    assert {again.data_ptr(), pool.empty_like(like, (1, 300, 400)).data_ptr()} == addresses
+    before = pool.held_bytes
+    del again
+    pool.empty_like(like, (1, 3000, 400))  # what is too small goes back
+    assert pool.held_bytes < before + 1.3 * 3000 * 400 * 4 - 300 * 400 * 4
