@@ -38,6 +38,9 @@ def write_report(rows: Sequence[Row], folder: Path) -> Path:
         plot_bytes(good, folder / BYTES_PICTURE)
         plot_loss(good, folder / LOSS_PICTURE)
         parts += [_main_table(good), _pictures(), _all_figures(good)]
+    notes = [f"- `{row['strategy']}`: {finding}" for row in good for finding in row.get("findings", [])]
+    if notes:
+        parts.append("## Noted\n\n" + "\n".join(notes))
     if len(good) < len(rows):
         parts.append(_without_figures([row for row in rows if row["status"] != "ok"]))
     path = folder / "report.md"

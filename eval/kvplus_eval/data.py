@@ -23,7 +23,7 @@ LEAST_CHARACTERS = 1_000_000
 DATASET_ALIASES = {
     DEFAULT_DATASET: ("Salesforce/wikitext", "wikitext-2-raw-v1", "test"),
     "wikitext-103-raw": ("Salesforce/wikitext", "wikitext-103-raw-v1", "test"),
-    "pg19": ("emozilla/pg19-test", "default", "test"),
+    "pg19": ("emozilla/pg19", "default", "test"),
     "c4": ("allenai/c4", "en", "validation"),
 }
 # Too large to be fetched whole: documents are read one by one until there is enough text

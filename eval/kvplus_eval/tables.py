@@ -57,8 +57,9 @@ def eval_tables(rows: Sequence[Row], columns: int) -> list[Table]:
 
 
 def complaints(rows: Sequence[Row]) -> list[str]:
-    """Returns a line for each strategy without figures: `int4: failed: why`."""
-    return [f"{row['strategy']}: {row['status']}: {row['reason']}" for row in rows if row["status"] != "ok"]
+    """Returns a line for each strategy without figures, `int4: failed: why`, and for each fault of the others."""
+    failed = [f"{row['strategy']}: {row['status']}: {row['reason']}" for row in rows if row["status"] != "ok"]
+    return failed + [f"{row['strategy']}: {finding}" for row in rows for finding in row.get("findings", [])]
 
 
 def eval_summary(rows: Sequence[Row], folder: Path) -> str:

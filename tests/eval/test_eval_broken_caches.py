@@ -9,11 +9,13 @@ from checkpoints import one_thread, save_tiny_checkpoint
 from hf_kvplus import KVPlusCache
 from hf_kvplus.loading import load_model
 from hf_kvplus.recipes import Quantization
+from hf_kvplus.report import write_report
 from kvplus_eval import runner
 from kvplus_eval.data import EvalText
 from kvplus_eval.evaluation import Job, run_evaluation
 from kvplus_eval.protocol import Protocol
 from kvplus_eval.readback import read_back, record_states
+from kvplus_eval.tables import complaints
 
 PROTOCOL = Protocol(windows=1, window_tokens=352, chunk_tokens=32, timing_rounds=0)
 
@@ -134,6 +136,8 @@ def test_quantizing_the_padding_is_noted_and_the_figures_stay(loaded, tmp_path, 
     assert row["status"] == "ok"
     assert len(row["findings"]) == 1
     assert row["findings"][0].startswith("quantizes the padding: what layer 1 returns")
+    assert complaints([row]) == [f"int4: {row['findings'][0]}"]
+    assert row["findings"][0] in write_report([row], tmp_path).read_text()
 
 
 @pytest.mark.parametrize("strategy", ["dynamic", "fp", "int8", "int4", "int2", "hf-static", "window:100,sinks=4"])
