@@ -82,11 +82,13 @@ class OffloadedStore(PackedStore):
 
         Raises:
             OffloadError: If they can't be written.
+            NotImplementedError: If blocks can't be brought back to the device that the states are on.
         """
         some = next(iter(fields.values()))
         batch, added, self.device = some.shape[0], some.shape[2], some.device
         if self.layout is None:
             self.layout = Layout.of(fields)
+            self.shelves.ahead.lane(self.device)  # refuses what couldn't be read back
         at = 0
         while at < added:
             run = self._open_run(batch)

@@ -187,12 +187,12 @@ class ReadAhead:
         slot.count = run.count
         data = run.data
         if data is not None:
-            self._lane(device).fill(slot, data[: run.nbytes])
+            self.lane(device).fill(slot, data[: run.nbytes])
             return slot
         if self._threads is None:
             self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="kvplus-read")
             self._finalizer = weakref.finalize(self, self._threads.shutdown, wait=False)
-        return self._threads.submit(load, slot, run, run.count, self._lane(device))
+        return self._threads.submit(load, slot, run, run.count, self.lane(device))
 
     def take(self, run: Run, device: torch.device) -> Slot:
         """Returns a slot with the bytes of a run, ready for the calling stream; give it back with `release`.
@@ -207,7 +207,7 @@ class ReadAhead:
         if slot is not None and slot.count != run.count:  # blocks have been added since
             self._give_back(slot)
             slot = None
-        lane = self._lane(device)
+        lane = self.lane(device)
         if slot is None:
             slot = self._take_slot(run.nbytes, device)
             if run.data is not None:
@@ -221,7 +221,7 @@ class ReadAhead:
 
     def release(self, slot: Slot) -> None:
         """Gives a slot back whose content has been read, as far as the calling stream is concerned."""
-        self._lane(slot.device.device).release(slot)
+        self.lane(slot.device.device).release(slot)
         self._free.setdefault(slot.device.device, []).append(slot)
 
     def forget(self) -> None:
@@ -241,7 +241,12 @@ class ReadAhead:
             started = started.result()
         self._free.setdefault(started.device.device, []).append(started)
 
-    def _lane(self, device: torch.device) -> Lane:
+    def lane(self, device: torch.device) -> Lane:
+        """Returns how bytes get to a device.
+
+        Raises:
+            NotImplementedError: If they can't.
+        """
         if device not in self._lanes:
             self._lanes[device] = make_lane(device)
         return self._lanes[device]

@@ -1,0 +1,123 @@
+"""The order of copies and computation on a CUDA device, played with streams and events that only take notes."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+
+from hf_kvplus.codecs.identity import IdentityCodec
+from hf_kvplus.stores import readahead
+from hf_kvplus.stores.offloaded import OffloadedStore
+from hf_kvplus.stores.readahead import CudaLane, ReadAhead, Slot, make_lane
+from hf_kvplus.stores.space import Offload, Shelves, Space
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def notes(monkeypatch):
+    """Replaces streams and events; returns what happens to them, in order."""
+    happened: list[tuple[str, ...]] = []
+
+    class Event:
+        count = 0
+
+        def __init__(self):
+            Event.count += 1
+            self.name = f"event {Event.count}"
+
+        def record(self, stream):
+            happened.append((stream.name, "records", self.name))
+
+        def synchronize(self):
+            happened.append(("host", "waits", self.name))
+
+    class Stream:
+        def __init__(self, device=None, name="side"):
+            self.name = name
+
+        def wait_event(self, event):
+            happened.append((self.name, "waits", event.name))
+
+    @contextlib.contextmanager
+    def stream(one):
+        happened.append((one.name, "begins"))
+        yield
+        happened.append((one.name, "ends"))
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream(name="main"))
+    return happened
+
+
+def test_a_slot_is_filled_when_its_last_reader_is_done_and_read_when_it_is_full(notes):
+    lane, slot, source = CudaLane(CPU), Slot(64, CPU), torch.arange(64, dtype=torch.uint8)
+    lane.fill(slot, source)
+    lane.use(slot)
+    lane.release(slot)
+    lane.fill(slot, source.flip(0))
+    lane.landed(slot)
+    assert notes == [
+        ("side", "begins"),
+        ("side", "records", "event 1"),
+        ("side", "ends"),
+        ("main", "waits", "event 1"),
+        ("main", "records", "event 2"),
+        ("side", "begins"),
+        ("side", "waits", "event 2"),
+        ("side", "records", "event 3"),
+        ("side", "ends"),
+        ("host", "waits", "event 3"),
+    ]
+    assert torch.equal(slot.device[:64], source.flip(0))
+
+
+class SlotBesideHost(Slot):
+    """A slot whose device isn't host memory, so that files are read beside it."""
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        super().__init__(size, device)
+        self._staging = torch.empty(self.device.numel(), dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("tier", [Offload("cpu"), Offload("disk", budget_bytes=0)], ids=lambda offload: offload.tier)
+def test_a_whole_cache_is_read_through_that_lane(notes, monkeypatch, tier):
+    """The next layer's copies begin before this layer's are read."""
+    monkeypatch.setattr(readahead, "make_lane", CudaLane)
+    monkeypatch.setattr(readahead, "Slot", SlotBesideHost)
+    monkeypatch.setattr(OffloadedStore, "run_blocks", lambda self, batch: 2)
+    shelves = Shelves(Space(tier))
+    stores = [OffloadedStore(IdentityCodec(), shelves, (layer, "keys")) for layer in range(2)]
+    states = [torch.randn(1, 2, 64 * 5, 32) for _ in stores]
+    for store, one in zip(stores, states, strict=True):
+        store.append_states(one)
+    for _ in range(2):
+        for store, one in zip(stores, states, strict=True):
+            out = torch.empty_like(one)
+            store.decode(out)
+            assert torch.equal(out, one)
+    waits = [note for note in notes if note[:2] == ("main", "waits")]
+    assert len(waits) == 2 * 2 * 3
+    if tier.tier == "cpu":
+        before = notes[: notes.index(waits[0])]
+        assert before.count(("side", "begins")) == 6  # three runs of each layer are on their way
+
+
+def test_a_copy_has_slots_of_its_own():
+    import copy
+
+    ahead = ReadAhead(2)
+    assert copy.deepcopy(ahead) is not ahead
+    assert copy.deepcopy(ahead).layers == 2
+
+
+def test_other_devices_are_refused_before_anything_is_stored():
+    with pytest.raises(NotImplementedError, match="works with models on CUDA devices and CPUs, got states on meta"):
+        make_lane(torch.device("meta"))
+    store = OffloadedStore(IdentityCodec(), Shelves(Space(Offload("cpu"))), (0, "keys"))
+    with pytest.raises(NotImplementedError, match="leave `offload` out"):
+        store.append_states(torch.empty(1, 2, 64, 16, device="meta"))
