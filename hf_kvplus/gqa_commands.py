@@ -89,7 +89,7 @@ def convert_gqa(
     heal_window_tokens: Annotated[int, typer.Option(min=16, help="Tokens in a window of a step.")] = 512,
     heal_windows: Annotated[int, typer.Option(min=1, help="Windows of text to heal on.")] = 128,
     heal_batch: Annotated[int, typer.Option(min=1, help="Windows in a step, on each process.")] = 1,
-    heal_rate: Annotated[float, typer.Option(help="Largest learning rate.")] = 5e-4,
+    heal_rate: Annotated[float, typer.Option(help="Largest learning rate.")] = 3e-4,
     heal_weights: Annotated[str, typer.Option(help="attention or all.")] = "attention",
     stop_after: Annotated[
         int | None, typer.Option(help="Stop healing after so many steps; run again to go on.")

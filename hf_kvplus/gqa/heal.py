@@ -52,7 +52,7 @@ class Healing:
 
     steps: int
     batch_size: int = 1
-    learning_rate: float = 5e-4
+    learning_rate: float = 3e-4
     warmup_steps: int = 10
     trained: str = "attention"
     checkpoint_steps: int = 20
