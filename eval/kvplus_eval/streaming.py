@@ -25,6 +25,7 @@ import torch
 from transformers import Cache, PreTrainedModel
 
 from hf_kvplus import build_cache, measure_memory
+from hf_kvplus.compat import cache_keyword
 from hf_kvplus.loading import load_model
 from kvplus_eval.data import load_text
 from kvplus_eval.results import library_versions
@@ -55,7 +56,7 @@ def stream(model: PreTrainedModel, token_ids: torch.Tensor, strategy: str, chunk
     losses, copies, last = [], {}, None
     for first in range(0, len(token_ids), chunk):
         piece = token_ids[None, first : first + chunk]
-        logits = model(input_ids=piece, past_key_values=cache).logits[0].float()
+        logits = model(input_ids=piece, **{cache_keyword(model): cache}).logits[0].float()
         before = logits[:-1] if last is None else torch.cat([last, logits[:-1]])
         losses += torch.nn.functional.cross_entropy(before, piece[0, -len(before) :], reduction="none").tolist()
         last = logits[-1:]
@@ -85,7 +86,7 @@ def time_steps(
     for turn in range(rounds):
         for position, cache in copies.items():
             begin = time.perf_counter()
-            model(input_ids=token_ids[None, turn : turn + 1], past_key_values=cache)
+            model(input_ids=token_ids[None, turn : turn + 1], **{cache_keyword(model): cache})
             times[position].append(1000 * (time.perf_counter() - begin))
         if turn % 8 == 0:
             begin = time.perf_counter()
@@ -128,7 +129,8 @@ def divergence(
     for first in range(0, len(token_ids), chunk):
         piece = token_ids[None, first : first + chunk]
         reference, got = (
-            model(input_ids=piece, past_key_values=cache).logits[0].float().log_softmax(-1) for cache in caches
+            model(input_ids=piece, **{cache_keyword(model): cache}).logits[0].float().log_softmax(-1)
+            for cache in caches
         )
         values.append((reference.exp() * (reference - got)).sum(-1))
     tail = torch.cat(values)[-last:]
