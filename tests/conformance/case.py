@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import zoo
+from mixed_plans import plan_file
 from rotated_heads import projection_file
 from transformers import Cache, GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
@@ -38,7 +39,8 @@ class Strategy:
     """A strategy string, and how exact it is.
 
     Args:
-        text: What `build_cache` gets; ROTATED stands for the model's file of `rotated_heads`.
+        text: What `build_cache` gets; ROTATED stands for the model's file of `rotated_heads`, MIXED for that of
+            `mixed_plans`.
         loss: Largest root mean square of the error of a sequence's logits, in parts of their standard deviation; the
             logits of an unrelated context are off by 1 and more.
         architectures: Those that it runs with, all of them by default.
@@ -89,6 +91,8 @@ class Case:
         text = strategy or self.strategy.text
         if "ROTATED" in text:
             text = text.replace("ROTATED", str(projection_file(self.architecture.name)))
+        if "MIXED" in text:
+            text = text.replace("MIXED", str(plan_file(self.architecture.name)))
         return build_cache(text, self.model.config)
 
     # Inputs

@@ -17,6 +17,7 @@ STRATEGIES = [
     Strategy("k8v4,recent=16", loss=0.7, architectures=zoo.REPRESENTATIVE),
     Strategy("int3,recent=16", loss=0.9, architectures=zoo.REPRESENTATIVE),
     Strategy("int2,recent=16,sinks=0", loss=1.2, architectures=("Llama",)),
+    Strategy("plan:MIXED", loss=0.2, architectures=("Llama", "Gemma 3")),
     # Rotated over all heads, nothing dropped: exact up to rounding, which the threshold for packing allows for.
     Strategy("gqa:1,projection=ROTATED,recent=16", loss=2e-4, architectures=("Llama", "GPT-2", "DeepSeek-V3")),
     Strategy("gqa:1,projection=ROTATED+int8,recent=16", loss=0.1, architectures=("Llama",)),
