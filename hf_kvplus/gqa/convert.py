@@ -132,7 +132,8 @@ def attention_modules(model: PreTrainedModel) -> dict[str, torch.nn.Module]:
     """
     found = {}
     for name, module in model.named_modules():
-        if all(isinstance(getattr(module, projection, None), torch.nn.Linear) for projection in PROJECTIONS):
+        # Not subclasses: quantizers' own layers are, and hold codes.
+        if all(type(getattr(module, projection, None)) is torch.nn.Linear for projection in PROJECTIONS):
             found[name] = module
     layers = text_config(model.config).num_hidden_layers
     if len(found) != layers:
@@ -150,6 +151,8 @@ def converted_config(config: PretrainedConfig, kv_heads: int, query_heads: int) 
         NotImplementedError: If query heads must be added and the configuration can't tell the head size apart.
     """
     changed = copy.deepcopy(config)
+    if getattr(changed, "quantization_config", None) is not None:
+        del changed.quantization_config  # of a file that was dequantized when it was loaded (GGUF)
     changed.num_key_value_heads = kv_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     if query_heads != config.num_attention_heads:

@@ -205,6 +205,27 @@ def test_the_original_stays_as_it_is():
     assert all(torch.equal(before[name], weight) for name, weight in model.state_dict().items())
 
 
+def test_what_a_loader_dequantized_is_saved_and_loaded_as_any_checkpoint(tmp_path):
+    """A model from a GGUF file names its quantization, which a saved folder must not."""
+    model = build("llama")
+    model.config.quantization_config = {"quant_method": "gguf"}
+    converted = convert_to_gqa(model, 2, "mean")
+    converted.save_pretrained(tmp_path / "first")
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "first")
+    loaded.save_pretrained(tmp_path / "second")
+    assert "quantization_config" not in (tmp_path / "second" / "config.json").read_text()
+
+
+def test_layers_of_a_quantizer_are_refused():
+    class Packed(torch.nn.Linear):
+        """As quantizers' layers are: linear by class, with codes for weights."""
+
+    model = build("llama")
+    model.model.layers[1].self_attn.k_proj = Packed(96, 64, bias=False)
+    with pytest.raises(NotImplementedError, match="of which 1 have attention made of q_proj"):
+        convert_to_gqa(model, 2, "mean")
+
+
 @pytest.mark.parametrize(
     ("make", "options", "error", "message"),
     [
