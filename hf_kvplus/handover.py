@@ -11,6 +11,7 @@ Nothing is known here of attention itself, and nothing happens outside such a fo
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -23,6 +24,13 @@ class Reader(Protocol):
         """Returns whether the queries of these new states can be answered from `layer` itself."""
         ...
 
+    def encoder(self, codec: Any, channels: int, device: torch.device) -> Encode | None:
+        """Returns what encodes blocks in the place of `codec.encode`, or `None`."""
+        ...
+
+
+Encode = Callable[..., "dict[str, torch.Tensor]"]
+
 
 class Handover(threading.local):
     """What a layer and an attention function exchange within one thread."""
@@ -34,6 +42,10 @@ class Handover(threading.local):
         self.visible = 0
         self._address = 0
         self._nan: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
+
+    def encoder(self, codec: Any, states: torch.Tensor) -> Encode | None:
+        """Returns what encodes blocks of such states instead of `codec.encode`; `None` outside of a fused pass."""
+        return None if self.reader is None else self.reader.encoder(codec, states.shape[-1], states.device)
 
     def begin(self, reader: Reader) -> None:
         """Begins a forward pass whose states `reader` reads; passes may be nested."""

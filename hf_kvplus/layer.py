@@ -293,7 +293,7 @@ class KVLayer(CacheLayerMixin):
         masked = min(-(-protected // self.block_tokens) * self.block_tokens, due["keys"].shape[2] - skipped)
         valid = self._valid(first, masked) if masked > 0 else None
         for name, store in self.packed.items():
-            store.append_states(due[name][:, :, skipped:], valid)
+            store.append_states(due[name][:, :, skipped:], valid, handover.encoder(store.codec, due[name]))
 
     def _valid(self, first: int, tokens: int) -> torch.Tensor:
         """Returns which of `tokens` columns from `first` on are neither padding nor sinks, `(batch, tokens)`."""

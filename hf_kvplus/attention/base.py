@@ -37,7 +37,8 @@ class Kernel(Protocol):
     """Attends to a layer without building its dense states.
 
     A kernel with a true attribute `reads_pieces` reads offloaded blocks some at a time; in the place of others the
-    reference kernel reads them.
+    reference kernel reads them. One with an attribute `encoder` also encodes the states that a fused model stores, as
+    their codec would.
     """
 
     def refuses(self, layer: KVLayer) -> str | None:

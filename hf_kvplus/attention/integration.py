@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import re
 import sys
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import TracebackType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -25,7 +25,8 @@ from hf_kvplus.attention.base import Kernel, Scoring
 from hf_kvplus.attention.dense import dense_attention
 from hf_kvplus.attention.reference import ReferenceKernel
 from hf_kvplus.checks import require_choice
-from hf_kvplus.handover import handover
+from hf_kvplus.codecs import Codec
+from hf_kvplus.handover import Encode, handover
 from hf_kvplus.layer import KVLayer
 
 NAME = "kvplus"
@@ -122,6 +123,13 @@ class KernelReader:
         if known is None or known[:2] != (layer.dtype, layer.device):
             known = self.answers[layer] = (layer.dtype, layer.device, self._decide(layer))
         return known[2]
+
+    def encoder(self, codec: Codec, channels: int, device: torch.device) -> Encode | None:
+        """Returns what encodes blocks in the place of `codec`, if the kernel brings something that can."""
+        found = getattr(self.kernel, "encoder", None)
+        if found is None or found.refuses(codec, channels, device):
+            return None
+        return partial(found.encode, codec)
 
     def kernel_for(self, layer: KVLayer) -> Kernel:
         """Returns the kernel that reads a layer: offloaded blocks need one that takes them piece by piece."""

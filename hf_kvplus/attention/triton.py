@@ -83,10 +83,13 @@ class TritonKernel:
     def __init__(self, launch: Launch | None = None) -> None:
         self.module = import_kernels()
         self.launch = launch or Launch()
+        from hf_kvplus.attention.triton_encoder import TritonEncoder
+
+        self.encoder = TritonEncoder()
 
     def refuses(self, layer: KVLayer) -> str | None:
         """Returns why this kernel can't read `layer`, or `None` if it can."""
-        if layer.device.type != "cuda" and not interprets(self.module):
+        if layer.device.type != "cuda" and not interprets(self.module.combine):
             return f"the Triton kernel can't read a cache on {layer.device}"
         if layer.dtype not in DTYPES:
             return f"the Triton kernel doesn't read {layer.dtype}"
@@ -250,7 +253,7 @@ class Call:
     def _operand(self, states: bool) -> Any:
         """Returns the dtype of what tensor cores multiply."""
         # Triton's interpreter multiplies the bits of bfloat16 numbers as integers.
-        bits = torch.float32 if states and interprets(self.module) else self.layer.dtype
+        bits = torch.float32 if states and interprets(self.module.combine) else self.layer.dtype
         return operand(bits, states)
 
     def _mask_arguments(self) -> tuple[Any, int, int]:
@@ -361,9 +364,9 @@ def processors(launch: Launch, device: torch.device) -> int:
     return device_processors(device) if device.type == "cuda" else 4
 
 
-def interprets(module: ModuleType) -> bool:
-    """Whether Triton runs kernels in its interpreter, on CPU tensors (for tests)."""
-    return type(module.combine).__name__ == "InterpretedFunction"
+def interprets(kernel: Any) -> bool:
+    """Whether Triton runs a kernel in its interpreter, on CPU tensors (for tests)."""
+    return type(kernel).__name__ == "InterpretedFunction"
 
 
 def power_of_two(number: int) -> int:

@@ -17,7 +17,7 @@ import torch
 
 from hf_kvplus.codecs.base import Codec, Packed
 from hf_kvplus.stores.blockfile import BlockError, OffloadError
-from hf_kvplus.stores.packed import SLAB_ELEMENTS, PackedStore
+from hf_kvplus.stores.packed import SLAB_ELEMENTS, Encode, PackedStore
 from hf_kvplus.stores.runs import Entry, Layout, Run
 from hf_kvplus.stores.space import CPU, DISK, Shelves
 
@@ -96,10 +96,12 @@ class OffloadedStore(PackedStore):
             self._add(run, {name: tensor.narrow(2, at, count) for name, tensor in fields.items()}, count)
             at += count
 
-    def append_states(self, states: torch.Tensor, valid: torch.Tensor | None = None) -> None:
+    def append_states(
+        self, states: torch.Tensor, valid: torch.Tensor | None = None, encode: Encode | None = None
+    ) -> None:
         """Encodes whole blocks and appends them; see `PackedStore.append_states`."""
         self.row_elements = self.codec.block_tokens * states.shape[1] * states.shape[3]
-        super().append_states(states, valid)
+        super().append_states(states, valid, encode)
 
     def run_blocks(self, batch: int) -> int:
         """Returns the most blocks of a run: as many as are decoded at a time."""

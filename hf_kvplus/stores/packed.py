@@ -5,11 +5,15 @@ Slabs bound the temporaries of encoding and decoding, whatever the length of a p
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
-from hf_kvplus.codecs.base import Codec
+from hf_kvplus.codecs.base import Codec, Packed
 from hf_kvplus.stores.growing import GrowingStore
 
+# Takes blocks and which of their tokens count, see `Codec.encode`.
+Encode = Callable[..., Packed]
 SLAB_ELEMENTS = 1 << 19
 
 
@@ -25,23 +29,27 @@ class PackedStore(GrowingStore):
         super().__init__(growth=64, bound=bound)
         self.codec = codec
 
-    def append_states(self, states: torch.Tensor, valid: torch.Tensor | None = None) -> None:
+    def append_states(
+        self, states: torch.Tensor, valid: torch.Tensor | None = None, encode: Encode | None = None
+    ) -> None:
         """Encodes whole blocks and appends them.
 
         Args:
             states: `(batch, kv_heads, blocks * block_tokens, head_dim)`.
             valid: `(batch, masked * block_tokens)` bool for the first `masked` blocks; see `Codec.encode`.
+            encode: What encodes in the place of the codec.
         """
+        encode = encode or self.codec.encode
         blocks = states.unflatten(2, (-1, self.codec.block_tokens))
         total, start = blocks.shape[2], 0
         if valid is not None:
             mask = valid.unflatten(1, (-1, self.codec.block_tokens))
             start = mask.shape[1]
-            self.append(self.codec.encode(blocks[:, :, :start], mask), upcoming=total - start)
+            self.append(encode(blocks[:, :, :start], mask), upcoming=total - start)
         slab = self._slab_blocks(states.shape)
         for first in range(start, total, slab):
             stop = min(first + slab, total)
-            self.append(self.codec.encode(blocks[:, :, first:stop]), upcoming=total - stop)
+            self.append(encode(blocks[:, :, first:stop]), upcoming=total - stop)
 
     def decode(self, out: torch.Tensor, first_block: int = 0, last_block: int | None = None) -> None:
         """Decodes blocks into the front of `out`, `(batch, kv_heads, tokens, head_dim)`."""

@@ -17,7 +17,7 @@ import triton.language as tl
 from ahead import compile_kernel, resources
 from layers import make_layer
 
-from hf_kvplus.attention import integration, triton_kernels
+from hf_kvplus.attention import integration, triton_encode, triton_kernels
 from hf_kvplus.attention.reference import ReferenceKernel
 from hf_kvplus.attention.triton import Launch, TritonKernel, parts_of, power_of_two, warps_for
 
@@ -107,6 +107,22 @@ def test_the_other_kernels_compile_and_spill_no_register(architecture, tmp_path,
             print(f"\nsm_{architecture} {kernel.__name__}: {found}", end=" ")
         assert found.spilled_bytes == 0
         assert found.shared_bytes <= 99 * 1024
+
+
+@pytest.mark.parametrize(("architecture", "axis", "nbits"), [(80, 0, 4), (80, 1, 3), (90, 0, 4)])
+def test_encoding_compiles_and_spills_no_register(architecture, axis, nbits, tmp_path, capsys):
+    constants = {
+        "NBITS": nbits, "AXIS": axis, "TABLE": nbits == 3, "ITERATIONS": 4, "CLIPS": 3 if nbits == 3 else 1,
+        "REFINEMENTS": 2, "CORRECT": axis == 0, "HAS_VALID": True, "HAS_ROTATION": True, "PRECISION": "tf32x3",
+        "TOKENS": 48, "TOKENS_PAD": 64, "CHANNELS": 128, "CHANNELS_PAD": 128,
+    }  # fmt: skip
+    dtypes = dict.fromkeys(("valid", "codes", "channel_scale", "token_scale", "mean_scale"), "*u8")
+    dtypes |= {"states": "*bf16", "levels": "*fp32", "mean_bytes": "*i8"}
+    compiled = compile_kernel(triton_encode.encode_block, constants, dtypes, architecture, num_warps=8, num_stages=1)
+    found = resources(compiled, tmp_path)
+    with capsys.disabled():
+        print(f"\nsm_{architecture} encoding, {nbits} bits, axis {axis}: {found}", end=" ")
+    assert found.spilled_bytes == 0
 
 
 def run_ptx(code: str, outputs: int, source: int) -> list[int]:

@@ -10,11 +10,17 @@ import pytest
 import torch
 from layers import make_layer, padding_mask
 from torch.nn.functional import scaled_dot_product_attention
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from hf_kvplus import build_cache, use_fused_attention
+from hf_kvplus.attention import integration
 from hf_kvplus.attention.base import Scoring
 from hf_kvplus.attention.reference import ReferenceKernel
 from hf_kvplus.attention.triton import Launch, TritonKernel
+from hf_kvplus.codecs.dual_scale import CLIPS, DualScaleCodec
+from hf_kvplus.compat import cache_keyword
 from hf_kvplus.policies import NativeWindowPolicy
+from hf_kvplus.recipes import Quantization
 
 # Rounding of the inputs of a float32 product, relative to the largest value.
 FLOOR = 1e-6
@@ -179,3 +185,79 @@ def test_results_dont_depend_on_the_division():
 )
 def test_what_isnt_read_is_refused_with_the_reason(kernel, layer, reason):
     assert reason in kernel.refuses(layer)
+
+
+def check_encoding(kernel, codec, states, valid=None):
+    """Compares the payload with the codec's: rounding may go the other way on an edge, the error may not grow."""
+    assert kernel.encoder.refuses(codec, states.shape[-1], states.device) is None
+    found, expected = kernel.encoder.encode(codec, states, valid), codec.encode(states, valid)
+    assert found.keys() == expected.keys()
+    weight = torch.ones(states.shape[:-1]) if valid is None else valid[:, None].expand(states.shape[:-1]).float()
+    errors = []
+    for packed in (found, expected):
+        out = torch.empty(states.shape)
+        codec.decode(packed, states.shape[-1], out)
+        errors.append(((out - states) * weight[..., None]).square().mean().sqrt().item())
+    assert errors[0] <= 1.001 * errors[1] + 1e-9
+    for name, tensor in expected.items():
+        assert found[name].shape == tensor.shape
+        assert found[name].dtype == tensor.dtype
+        assert (found[name] != tensor).float().mean() <= 0.002
+
+
+@pytest.mark.parametrize("nbits", [2, 3, 4, 5, 6, 8])
+def test_blocks_are_encoded_as_by_the_codec(kernel, nbits):
+    for codec in Quantization(key_nbits=nbits, value_nbits=nbits).codecs():
+        head_dim = 80 if nbits in (3, 4) else 64
+        states = torch.randn(1, 2, 2, codec.block_tokens, head_dim) * torch.linspace(0.3, 2.0, head_dim) + 0.5
+        check_encoding(kernel, codec, states.transpose(0, 1))
+
+
+def test_padding_and_sinks_have_no_influence_on_encoding(kernel):
+    states = torch.randn(2, 1, 2, 48, 64)
+    valid = torch.arange(96).view(1, 2, 48) >= torch.tensor([5, 70]).view(2, 1, 1)
+    states[~valid[:, None].expand(states.shape[:-1])] = float("nan")
+    for codec in Quantization().codecs():
+        found = kernel.encoder.encode(codec, states, valid)
+        expected = codec.encode(states.nan_to_num(7.0), valid)
+        for name in ("channel_scale", "mean", "mean_scale", "token_scale"):
+            assert torch.equal(found[name], expected[name])
+
+
+@pytest.mark.parametrize("states", [torch.zeros(1, 1, 1, 48, 64), torch.full((1, 1, 1, 48, 64), 3.0)], ids=["0", "3"])
+def test_constant_states_are_encoded(kernel, states):
+    for codec in Quantization().codecs():
+        check_encoding(kernel, codec, states)
+
+
+def test_without_a_rotation_and_with_a_table_of_16_levels(kernel):
+    codec = DualScaleCodec(block_tokens=32, nbits=4, rotate=False, levels="lloyd_max", clips=3)
+    check_encoding(kernel, codec, torch.randn(1, 2, 2, 32, 96))
+    assert CLIPS == (1.0, 0.85, 0.7)  # as the kernel counts them
+
+
+def test_codecs_that_arent_written_are_refused(kernel):
+    affine, _ = Quantization(recipe="affine").codecs()
+    assert "doesn't write" in kernel.encoder.refuses(affine, 64, torch.device("cpu"))
+    wide = DualScaleCodec(block_tokens=128)
+    assert "128 tokens with 256 channels" in kernel.encoder.refuses(wide, 256, torch.device("cpu"))
+
+
+def test_a_model_decodes_as_with_the_reference(kernel, monkeypatch):
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=32, initializer_range=0.2,
+    )  # fmt: skip
+    model, ids, logits = LlamaForCausalLM(config).eval(), torch.randint(64, (2, 185)), []
+    encoded = []
+    encode = kernel.encoder.encode
+    monkeypatch.setattr(kernel.encoder, "encode", lambda *given: encoded.append(given) or encode(*given))
+    for chosen in (kernel, ReferenceKernel()):
+        monkeypatch.setattr(integration, "make_kernel", lambda *_, chosen=chosen: chosen)
+        cache = build_cache("int4", config)
+        with use_fused_attention(model), torch.no_grad():
+            for piece in (ids[:, :180], ids[:, 180:183], ids[:, 183:184], ids[:, 184:]):
+                logits.append(model(piece, **{cache_keyword(model): cache}).logits)
+    assert encoded
+    for one, other in zip(logits[:4], logits[4:], strict=True):
+        torch.testing.assert_close(one, other, atol=2e-3, rtol=0)
