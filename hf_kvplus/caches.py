@@ -275,7 +275,7 @@ class KVPlusCache(Cache):
         for layer in self.layers:
             layer.reset()
         if self.space:
-            self.space.reset()
+            self.space.reset(self)
 
     @property
     def directory(self) -> str | None:

@@ -100,6 +100,10 @@ class IndexWriter:
             )
             raise self.space.broken from error
 
+    def belongs_to(self, cache: object) -> bool:
+        """Whether this is the index of `cache`; copies have none."""
+        return self.cache() is cache
+
     def remove(self) -> None:
         """Removes the index and the files that only it named."""
         if self._writing is not None:

@@ -24,6 +24,7 @@ EXTRAS = (
     "gguf",
     "hqq",
     "optimum",
+    "xxhash",
 )
 
 # A module may import from those named before it, never from those after.

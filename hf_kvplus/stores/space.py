@@ -118,6 +118,10 @@ class Index(Protocol):
         """Waits until everything noted is written."""
         ...
 
+    def belongs_to(self, cache: object) -> bool:
+        """Whether this is the index of that cache, not of the one that it is a copy of."""
+        ...
+
     def remove(self) -> None:
         """Takes the index away, before the files that it names."""
         ...
@@ -291,10 +295,10 @@ class Space:
         if self.index is not None:
             self.index.wait()
 
-    def reset(self) -> None:
-        """Forgets an earlier error; the stores have been cleared."""
+    def reset(self, cache: object) -> None:
+        """Forgets an earlier error, and what was kept for a later process; the stores of `cache` have been cleared."""
         self.broken = None
-        if self.index is not None:
+        if self.index is not None and self.index.belongs_to(cache):
             self.index.remove()
 
     def close(self) -> None:

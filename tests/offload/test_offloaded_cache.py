@@ -122,6 +122,17 @@ def test_reset_starts_anew_in_the_same_folder():
     assert cache.layers[0].packed_blocks
 
 
+def test_a_copy_that_starts_anew_leaves_what_the_original_kept():
+    cache = filled("offload:disk")
+    cache.flush()
+    twin = copy.deepcopy(cache)
+    twin.reset()
+    assert cache.space.directory.index_path.exists()
+    assert cache.layers[0].dense()[0].shape[2] == 400
+    cache.reset()
+    assert not cache.space.directory.index_path.exists()
+
+
 def test_a_copy_outlives_the_original():
     cache = filled("int8+offload:disk,budget=0")
     expected = cache.layers[1].dense()
