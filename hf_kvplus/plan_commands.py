@@ -37,7 +37,7 @@ def plan(
         int, typer.Option(min=256, help="Tokens in a window; as long as contexts will be.")
     ] = 2048,
     chunk_tokens: Annotated[int, typer.Option(min=1, help="Tokens fed at a time.")] = 64,
-    groups: Annotated[str, typer.Option(help="Tokens of a block that are tried, multiples of 8.")] = "48,96",
+    groups: Annotated[str, typer.Option(help="Tokens of a block that are tried, multiples of 8.")] = "48,96,128",
     out: Annotated[Path, typer.Option(help="File to write.")] = Path("plan.json"),
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, float32, float16 or bfloat16.")] = "auto",

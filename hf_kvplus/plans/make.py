@@ -22,7 +22,7 @@ from hf_kvplus.recipes import FULL_PRECISION, FULL_PRECISION_AT_2_BITS, Quantiza
 KEY_WIDTHS = (2, 3, 4, 5, 6, 8)
 VALUE_WIDTHS = (2, 3, 4, 5, 6, 8)
 # Tokens of a block: short ones lose less, long ones spend fewer bits on scales.
-GROUPS = (48, 96)
+GROUPS = (48, 96, 128)
 # Widths further than this from what the budget buys on average aren't worth measuring.
 REACH = 2
 
