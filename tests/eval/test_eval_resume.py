@@ -55,7 +55,7 @@ def start(place, out, **changes):
 def undisturbed(place, tmp_path_factory):
     out = tmp_path_factory.mktemp("undisturbed")
     process = start(place, out)
-    printed, errors = process.communicate(timeout=120)
+    printed, errors = process.communicate(timeout=400)
     assert process.returncode == 0, errors
     return printed, read_rows(out / "results.jsonl")
 
@@ -68,7 +68,7 @@ def test_a_killed_run_goes_on_and_ends_with_the_same_rows(place, tmp_path, undis
     process = start(place, tmp_path)
     wanted = torch.randint(1, 2 * WINDOWS, (1,), generator=torch.Generator().manual_seed(os.getpid())).item()
     pieces = []
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 400
     while len(pieces) < wanted and process.poll() is None and time.monotonic() < deadline:
         pieces = list(tmp_path.glob("unfinished/*/*.piece"))
         time.sleep(0.002)
@@ -80,7 +80,7 @@ def test_a_killed_run_goes_on_and_ends_with_the_same_rows(place, tmp_path, undis
     begun = json.loads(note.read_text())
 
     process = start(place, tmp_path)
-    printed, errors = process.communicate(timeout=120)
+    printed, errors = process.communicate(timeout=400)
     assert process.returncode == 0, errors
     assert f"going on with run {begun['run']}" in printed
     rows = read_rows(tmp_path / "results.jsonl")
@@ -101,7 +101,7 @@ def test_two_processes_find_what_one_finds(place, tmp_path, undisturbed):
         capture_output=True,
         text=True,
         env=environment(),
-        timeout=180,
+        timeout=400,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
