@@ -1,4 +1,4 @@
-"""Attention that reads packed keys and values: a reference, a CPU kernel, and how a model is switched to them."""
+"""Attention that reads packed keys and values: a reference, kernels for CPUs and GPUs, and how a model is switched."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def use_fused_attention(
     Raises:
         TypeError: If `model` isn't a transformers model.
         ValueError: If its attention can't be chosen, or `kernel` is unknown.
-        ImportError: If the model is on a CPU and Numba is missing.
+        ImportError: If Numba (for a model on a CPU) or Triton (on a GPU) is missing.
 
     Example:
         >>> with use_fused_attention(model):
