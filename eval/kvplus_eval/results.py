@@ -25,6 +25,8 @@ docs/evaluation.md says more.
 
 Rows of kind `bench` (in `bench.jsonl`) share schema, kind, run, date, strategy, status, reason, traceback, model,
 versions, device and git_commit, and have `bench` (see `kvplus_eval.bench`) instead of the rest.
+Rows of kind `kernel-bench` (in `kernels.jsonl`) have no model, and `kernel` (see `kvplus_eval.kernel_bench`) and
+`launch`, how the Triton kernels were launched or null for their defaults.
 """
 
 from __future__ import annotations
