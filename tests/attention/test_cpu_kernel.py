@@ -7,7 +7,7 @@ import torch
 from layers import make_layer, padding_mask
 from torch.nn.functional import scaled_dot_product_attention
 
-from hf_kvplus.attention import threads
+from hf_kvplus import threads
 from hf_kvplus.attention.base import Scoring
 from hf_kvplus.attention.cpu import CPUKernel
 from hf_kvplus.attention.reference import ReferenceKernel
