@@ -102,7 +102,7 @@ def render(results: dict[Cell, bool]) -> str:
 
 def summarize(results: dict[Cell, bool]) -> str:
     """Returns the table of the README: modes by strategies, each with the architectures that pass of those it fits."""
-    columns = [strategy for strategy in STRATEGIES if len(strategy.architectures) > 1]
+    columns = [strategy for strategy in STRATEGIES if len(strategy.architectures) == len(zoo.ZOO)]
     lines = [
         "| mode | " + " | ".join(f"`{strategy.text}`" for strategy in columns) + " |",
         "|---|" + "---:|" * len(columns),
