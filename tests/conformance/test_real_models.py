@@ -39,7 +39,6 @@ def antibody(tokenizer, length: int) -> torch.Tensor:
 
 def generate(model, ids: torch.Tensor, strategy: str, tokens: int):
     cache = build_cache(strategy, model.config)
-    torch.set_num_threads(2)
     output = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
@@ -53,7 +52,7 @@ def generate(model, ids: torch.Tensor, strategy: str, tokens: int):
     return output.sequences[0, ids.shape[1] :], torch.stack(output.logits, 1)[0], cache
 
 
-MODELS = {"smollm2-135m": (prompt, 200), "gemma3-270m": (prompt, 20), "iglm": (antibody, 200)}
+MODELS = {"smollm2-135m": (prompt, 64), "gemma3-270m": (prompt, 12), "iglm": (antibody, 100)}
 
 
 @pytest.mark.parametrize("name", MODELS)
