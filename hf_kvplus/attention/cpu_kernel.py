@@ -170,7 +170,6 @@ def _build(form: KernelForm, sources: int) -> Any:
     # What a share has found so far: outputs, sums and largest scores lie side by side.
     kept = cleared + rows * LANES
 
-    @cfunc(types.void(types.CPointer(types.int64)), cache=True, error_model="numpy")
     def kernel(a: Any) -> None:
         _ = sources  # part of the key of Numba's cache, as all names from outside that are used here
         base, me = scratch(size), a[slots.SELF]
@@ -354,4 +353,7 @@ def _build(form: KernelForm, sources: int) -> Any:
                 # A query that sees nothing gets zeros.
                 write_states(base + output_at, target, one / total if total > 0 else one, value_channels, dtype)
 
-    return kernel
+    # Processes that store kernels at the same time would overwrite each other's entries in a list that they share, and
+    # then load each other's code; so every form has a file of its own.
+    kernel.__qualname__ = f"kernel_{zlib.crc32(repr((form, sources)).encode()):08x}"
+    return cfunc(types.void(types.CPointer(types.int64)), cache=True, error_model="numpy")(kernel)

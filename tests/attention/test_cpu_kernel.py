@@ -8,6 +8,7 @@ from layers import make_layer, padding_mask
 from torch.nn.functional import scaled_dot_product_attention
 
 from hf_kvplus import threads
+from hf_kvplus.attention import cpu_kernel
 from hf_kvplus.attention.base import Scoring
 from hf_kvplus.attention.cpu import CPUKernel
 from hf_kvplus.attention.reference import ReferenceKernel
@@ -157,3 +158,16 @@ def test_results_dont_depend_on_threads(kernel, monkeypatch):
 )
 def test_what_isnt_read_is_refused_with_the_reason(kernel, layer, reason):
     assert reason in kernel.refuses(layer)
+
+
+def test_kernels_of_different_forms_are_stored_in_different_files():
+    """In one file processes that compile at the same time would load each other's kernels."""
+    kernels = [cpu_kernel._build(kernel_form(rows), 1) for rows in (1, 2, 2)]
+    names = [kernel._pyfunc.__qualname__ for kernel in kernels]
+    assert names[1] == names[2] != names[0]
+    assert cpu_kernel._build(kernel_form(1), 2)._pyfunc.__qualname__ not in names
+
+
+def kernel_form(rows):
+    states = cpu_kernel.PackedForm()
+    return cpu_kernel.KernelForm(rows, 16, 16, 16, "float32", states, states)
