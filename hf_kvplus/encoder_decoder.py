@@ -40,6 +40,10 @@ class KVPlusEncoderDecoderCache(EncoderDecoderCache):
             if lacking:
                 raise TypeError(f"`{method}` isn't defined for {type(lacking[0]).__name__}, a layer of {half}")
 
+    def activate_past_recording(self) -> None:
+        """Keeps what leaves a window of the decoder until the next `crop`; older transformers asks the pair for layers."""
+        self.self_attention_cache.activate_past_recording()
+
     @property
     def batch_size(self) -> int:
         """Rows held, or -1 before the first forward."""
