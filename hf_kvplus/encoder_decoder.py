@@ -41,7 +41,7 @@ class KVPlusEncoderDecoderCache(EncoderDecoderCache):
                 raise TypeError(f"`{method}` isn't defined for {type(lacking[0]).__name__}, a layer of {half}")
 
     def activate_past_recording(self) -> None:
-        """Keeps what leaves a window of the decoder until the next `crop`; older transformers asks the pair for layers."""
+        """Keeps what leaves a window of the decoder until the next `crop`; older releases ask the pair itself."""
         self.self_attention_cache.activate_past_recording()
 
     @property
