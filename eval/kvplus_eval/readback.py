@@ -30,6 +30,8 @@ PADDED_TOKENS = 40
 CLEARLY_BETTER = 0.5
 # Share of a column's energy beyond which it is lost: what is left of a column of zeros or of another token
 LOST = 0.9
+# Least cosine between what a token has of its own and what is returned that counts as a trace of it
+TRACE = 0.3
 LOST_RUN_TOKENS = 8
 MOVED_BY_PADDING = 1e-3
 
@@ -191,7 +193,12 @@ def _name_loss(where: str, kind: str, given: torch.Tensor, got: torch.Tensor) ->
     centre = given.float().mean(dim=2, keepdim=True)
     wrong = (got.float() - given.float()).square().sum(dim=(0, 1, 3))
     energy = (given.float() - centre).square().sum(dim=(0, 1, 3))
-    lost = wrong > LOST * energy
+    # Two bits can be as far off as nothing at all, but not in any direction.
+    own, returned = given.float() - centre, got.float() - centre
+    likeness = torch.nn.functional.cosine_similarity(
+        own.transpose(1, 2).flatten(2), returned.transpose(1, 2).flatten(2), -1
+    )
+    lost = (wrong > LOST * energy) & (likeness.amax(0) < TRACE)
     if lost.float().mean() > 0.5:
         return
     run, longest, end = 0, 0, 0
