@@ -1,8 +1,9 @@
 """Devices by name: nominal memory, bandwidth and speed, and the one at hand as measured.
 
-Figures are meant to be the peaks of data sheets (dense half precision, no sparsity), but were entered from memory and
-not compared with the sheets: take them as approximate. What a program reaches is less. Left out: prices,
-interconnects and power.
+Figures are the peaks that vendors publish: dense half precision without sparsity, accumulated in float32 where a card is
+slower that way (GeForce). Compared on 2026-11-29 with published specifications of each card; the three GeForce figures
+of 71, 165 and 210 follow the architecture papers of NVIDIA and were not seen again. What a program reaches is less.
+Left out: prices, interconnects and power.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class Device:
 # name: memory in GiB, bandwidth in GB/s, dense half-precision TFLOP/s
 DATA_SHEETS = {
     "t4": (16, 320, 65),
-    "rtx3060": (12, 360, 51),
+    "rtx3060": (12, 360, 26),
     "rtx3090": (24, 936, 71),
     "rtx4090": (24, 1008, 165),
     "rtx5090": (32, 1792, 210),
