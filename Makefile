@@ -2,7 +2,8 @@
 #   make eval   environment, model, evaluation: prints the table, writes rows, report and plots
 #   make test   environment, tests
 #   make results TEXT=my.txt   what the README shows, for three models, into eval/results/cpu
-# The first two are fast the second time. Change what they do with variables, for example
+# The first two are fast the second time: make eval shows a finished run of the same job and code again, unless it is
+# told REUSE= (nothing). Change what they do with variables, for example
 #   make eval STRATEGIES=dynamic,int4 WINDOWS=1 TEXT=my.txt
 
 PYTHON ?= python3
@@ -17,6 +18,7 @@ WINDOW_TOKENS ?= 2048
 CHUNK_TOKENS ?= 64
 TEXT ?=
 OUT ?= runs/eval
+REUSE ?= --reuse
 TEST_ARGS ?= -n 2
 
 BIN := $(VENV)/bin
@@ -26,7 +28,7 @@ TEST_WEIGHTS := $(VENV)/.test-weights
 
 .PHONY: help env model eval results bench bench-gpu test lint wheel clean
 help:
-	@sed -n '2,7p' Makefile | cut -c3-
+	@sed -n '2,8p' Makefile | cut -c3-
 
 env: $(READY)
 $(READY): pyproject.toml constraints.txt
@@ -47,7 +49,7 @@ $(WEIGHTS): $(READY)
 
 eval: $(WEIGHTS)
 	$(BIN)/kvplus eval --model $(MODEL) --strategies $(STRATEGIES) --windows $(WINDOWS) \
-		--window-tokens $(WINDOW_TOKENS) --chunk-tokens $(CHUNK_TOKENS) --out $(OUT) $(if $(TEXT),--text $(TEXT))
+		--window-tokens $(WINDOW_TOKENS) --chunk-tokens $(CHUNK_TOKENS) --out $(OUT) $(REUSE) $(if $(TEXT),--text $(TEXT))
 
 # Three models, about 25 minutes on 2 cores. A run that was stopped goes on where it was.
 RESULTS := eval/results/cpu

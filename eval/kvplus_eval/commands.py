@@ -18,13 +18,14 @@ from hf_kvplus.report import write_report
 from kvplus_eval.bench import BenchPlan, run_bench
 from kvplus_eval.compare import Tolerances, compare_runs, compare_summary, compare_table, latest_run
 from kvplus_eval.data import cut_windows, load_text
-from kvplus_eval.evaluation import Finished, Job, run_evaluation
+from kvplus_eval.evaluation import Finished, Job, asked, run_evaluation
 from kvplus_eval.html import write_page
+from kvplus_eval.journal import fingerprint
 from kvplus_eval.kernel_bench import Shape, kernel_summary, kernel_table, read_shape, run_kernel_bench
 from kvplus_eval.plan import make_plan
 from kvplus_eval.processes import Processes, join_processes, leave_processes
 from kvplus_eval.protocol import REFERENCE_STRATEGY, Protocol, choose_strategies, require_positions
-from kvplus_eval.results import append_rows, run_facts
+from kvplus_eval.results import Row, append_rows, finished_rows, run_facts
 from kvplus_eval.suites import DEFAULT_STRATEGIES, OPTIONS, Settings, settle, suite_names
 from kvplus_eval.tables import bench_summary, bench_table, complaints, eval_summary, eval_tables, make_console
 from kvplus_eval.tasks import TASKS
@@ -72,6 +73,9 @@ def evaluate(
     task_samples: _option(int, "Facts at each length and depth.", Protocol.task_samples) = None,
     noise: _option(str, "Noise floor: chunking, dtype.", Protocol.noise) = None,
     noise_windows: _option(int, "Windows of the noise floor.", Protocol.noise_windows) = None,
+    sensitivity_tokens: _option(
+        int, "First tokens on which every layer is quantized alone; 0 for none.", Protocol.sensitivity_tokens
+    ) = None,
     peak_memory: Annotated[
         bool | None,
         typer.Option("--peak-memory/--no-peak-memory", help="Watch each strategy's memory in a process of its own."),
@@ -83,6 +87,9 @@ def evaluate(
     ] = None,
     out: Out = Path("kvplus-eval"),
     fresh: Annotated[bool, typer.Option("--fresh", help="Throw away what an interrupted run left.")] = False,
+    reuse: Annotated[
+        bool, typer.Option("--reuse", help="Show a finished run of the same job again instead of measuring anew.")
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan, its time and memory, and stop.")] = False,
 ) -> None:
     """Measure what each cache costs in quality and saves in memory and time."""
@@ -96,7 +103,8 @@ def evaluate(
         return
     processes = join_processes(device)
     try:
-        _evaluate(settings, names, (model, processes.device(device), dtype, device_map), out, fresh, processes)
+        where = (model, processes.device(device), dtype, device_map)
+        _evaluate(settings, names, where, (out, fresh, reuse), processes)
     finally:
         leave_processes()
 
@@ -118,12 +126,11 @@ def _evaluate(
     settings: Settings,
     names: list[str],
     where: tuple[str, str, str, str | None],
-    out: Path,
-    fresh: bool,
+    into: tuple[Path, bool, bool],
     processes: Processes,
 ) -> None:
     """Loads text and model, evaluates, and lets the first process write and print."""
-    protocol = settings.protocol
+    protocol, (out, fresh, reuse) = settings.protocol, into
     console = make_console() if processes.is_first else Console(quiet=True)
     chosen_text = load_text(settings.text, CHARACTERS_A_TOKEN * protocol.windows * protocol.window_tokens)
     console.print(chosen_text.describe(), soft_wrap=True)
@@ -134,25 +141,43 @@ def _evaluate(
     job = Job(
         loaded, source, chosen_text, cut, names, protocol, out, tokenizer=tokenizer, suite=settings.suite, fresh=fresh
     )
-    finished = run_evaluation(job, console, processes)
+    rows = processes.from_first(_earlier(job, out, console)) if reuse and not fresh else []
+    if not rows:
+        finished = run_evaluation(job, console, processes)
+        rows = finished.rows
+        if processes.is_first:
+            _write(finished, out)
     if processes.is_first:
-        _write_and_tell(finished, out, console)
+        _tell(rows, out, console)
     processes.gather(None)
-    _leave(finished.rows)
+    _leave(rows)
 
 
-def _write_and_tell(finished: Finished, out: Path, console: Console) -> None:
-    """Writes rows and reports, then prints the tables and the summary."""
+def _earlier(job: Job, out: Path, console: Console) -> list[Row]:
+    """Returns the rows of a finished run of the same job, and says that they aren't new."""
+    rows = finished_rows(out / "results.jsonl", fingerprint(asked(job)), job.strategies)
+    if rows:
+        run, date = rows[0]["run"], rows[0]["date"]
+        console.print(f"run {run} of {date} did this job; without --reuse it is measured anew", soft_wrap=True)
+    return rows
+
+
+def _write(finished: Finished, out: Path) -> None:
+    """Writes the rows, then drops what was kept for the case of an interruption."""
     append_rows(out / "results.jsonl", finished.rows)
     if finished.journal is not None:
         finished.journal.close()
-    report, page = write_report(finished.rows, out), write_page(finished.rows, out / "report.html")
-    for table in eval_tables(finished.rows, console.width):
+
+
+def _tell(rows: list[Row], out: Path, console: Console) -> None:
+    """Writes the reports, then prints the tables and the summary."""
+    report, page = write_report(rows, out), write_page(rows, out / "report.html")
+    for table in eval_tables(rows, console.width):
         console.print(table)
-    for line in complaints(finished.rows):
+    for line in complaints(rows):
         console.print(line, soft_wrap=True, markup=False)
     console.print(f"rows: {out / 'results.jsonl'}   report: {report}   {page}", soft_wrap=True)
-    typer.echo(eval_summary(finished.rows, out))
+    typer.echo(eval_summary(rows, out))
 
 
 def compare(

@@ -23,11 +23,11 @@ from hf_kvplus.units import format_bytes
 from kvplus_eval.data import EvalText
 from kvplus_eval.gate import check_gate
 from kvplus_eval.guards import RefusedError, refuse_unread
-from kvplus_eval.journal import Journal, code_digest
+from kvplus_eval.journal import Journal, code_digest, fingerprint
 from kvplus_eval.measured import WindowScores
 from kvplus_eval.noise import measure_noise
 from kvplus_eval.outcome import Outcome
-from kvplus_eval.passes import answer_tasks, time_all, watch_memory
+from kvplus_eval.passes import answer_tasks, measure_layers, time_all, watch_memory
 from kvplus_eval.processes import Processes
 from kvplus_eval.progress import Bars
 from kvplus_eval.protocol import Protocol, is_ours, keeps_every_token
@@ -92,7 +92,7 @@ def run_evaluation(job: Job, console: Console, processes: Processes | None = Non
         The rows, which every process gets, and the journal.
     """
     processes = processes or Processes()
-    facts = run_facts(job.model, job.source, processes.count)
+    facts = {**run_facts(job.model, job.source, processes.count), "question": fingerprint(asked(job))}
     outcomes = [Outcome(strategy) for strategy in job.strategies]
     refuse_all(outcomes, job.protocol)
     journal = None
@@ -105,6 +105,7 @@ def run_evaluation(job: Job, console: Console, processes: Processes | None = Non
             _read_back(job, outcomes, processes, bars)
             _quality(job, outcomes, store, journal, processes, bars)
             _noise(job, outcomes, store, journal, processes, bars)
+            measure_layers(job, outcomes, store, journal, processes, bars)
             answer_tasks(job, outcomes, journal, processes, bars)
             if processes.is_first:
                 time_all(job, outcomes, journal, bars)
@@ -136,10 +137,14 @@ def question(job: Job) -> dict[str, object]:
     }
 
 
+def asked(job: Job) -> dict[str, object]:
+    """Returns all that the rows of an evaluation depend on, apart from the strategies that it names."""
+    return {**question(job), "protocol": asdict(job.protocol), "code": code_digest(), "kind": "eval"}
+
+
 def _open_journal(job: Job, processes: Processes, console: Console) -> Journal:
     """Finds what an interrupted run left, and says so; the first process opens before the others do."""
-    asked = {**question(job), "protocol": asdict(job.protocol), "code": code_digest(), "kind": "eval"}
-    open_it = partial(Journal.open, job.folder, asked)
+    open_it = partial(Journal.open, job.folder, asked(job))
     journal = open_it(fresh=job.fresh) if processes.is_first else None
     processes.gather(None)
     journal = journal or open_it()

@@ -68,7 +68,7 @@ def refuse_unpacked(strategy: str, memory: MemoryBreakdown, full_bytes: int) -> 
         return
     claim = f"`{strategy}` claims {claimed_bits:g} bits an element"
     if memory.packed_bytes == 0:
-        raise RefusedError(f"{claim}, but nothing was packed; use a larger --window-tokens")
+        raise RefusedError(f"{claim}, but nothing was packed; feed more tokens (--window-tokens, --context)")
     if memory.total_bytes >= full_bytes:
         raise RefusedError(f"{claim}, but its cache takes {memory.total_bytes} bytes and the full cache {full_bytes}")
 

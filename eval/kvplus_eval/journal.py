@@ -53,8 +53,7 @@ class Journal:
         Returns:
             The journal.
         """
-        text = json.dumps(question, sort_keys=True)
-        folder = root / FOLDER / hashlib.sha256(text.encode()).hexdigest()[:FINGERPRINT_LETTERS]
+        folder = root / FOLDER / fingerprint(question)
         if fresh:
             shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True, exist_ok=True)
@@ -94,6 +93,11 @@ class Journal:
         text = "-".join(map(str, key))
         digest = hashlib.sha256(text.encode()).hexdigest()[:8]
         return self.folder / f"{re.sub(r'[^A-Za-z0-9.=_-]', '_', text)[:80]}-{digest}.piece"
+
+
+def fingerprint(question: dict[str, object]) -> str:
+    """Names a question, which is everything that figures depend on, as plain JSON values."""
+    return hashlib.sha256(json.dumps(question, sort_keys=True).encode()).hexdigest()[:FINGERPRINT_LETTERS]
 
 
 def code_digest() -> str:

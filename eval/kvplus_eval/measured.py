@@ -62,6 +62,7 @@ class Measured:
         noise: How far the reference is from itself, by kind, in nats.
         layers: How well each layer gives back what it was given, see `kvplus_eval.readback`.
         findings: Faults that don't void the figures, in words.
+        sensitivity: What each layer costs alone, see `kvplus_eval.sensitivity`.
     """
 
     positions: dict[str, list[torch.Tensor]] = field(default_factory=dict)
@@ -81,6 +82,7 @@ class Measured:
     noise: dict[str, float] = field(default_factory=dict)
     layers: list[dict[str, Any]] = field(default_factory=list)
     findings: list[str] = field(default_factory=list)
+    sensitivity: list[dict[str, Any]] = field(default_factory=list)
 
     def joined(self, column: str) -> torch.Tensor:
         """Returns one column of all windows in a row, shape (windows * predicted_tokens,)."""

@@ -1,4 +1,4 @@
-"""The passes after quality: planted facts, times, peak memory. Each takes from the journal what is there."""
+"""The passes after quality: single layers, planted facts, times, memory. Each takes from the journal what is there."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from kvplus_eval.peak import can_watch, watch_peak
 from kvplus_eval.processes import Processes
 from kvplus_eval.progress import Bars
 from kvplus_eval.protocol import REFERENCE_STRATEGY
-from kvplus_eval.runner import make_cache
+from kvplus_eval.reference import ReferenceStore
+from kvplus_eval.runner import make_cache, record_reference
+from kvplus_eval.sensitivity import has_sensitivity, layer_loss, lossy_layers
 from kvplus_eval.tasks import Haystack, Sample, answer_sample, make_samples
 from kvplus_eval.timing import Times, add_times, rotated, share_reference_text, time_once
 
@@ -23,6 +25,38 @@ if TYPE_CHECKING:
     from kvplus_eval.evaluation import Job
 
 ANSWER_ROOM_TOKENS = 64
+
+
+def measure_layers(
+    job: Job, outcomes: Sequence[Outcome], store: ReferenceStore, journal: Journal, processes: Processes, bars: Bars
+) -> None:
+    """Quantizes this process's part of the layers one by one, then puts the losses together."""
+    if not job.protocol.sensitivity_tokens:
+        return
+    # Machines without a common disk have the reference of their own windows only
+    record_reference(0, job.model, job.windows[0], job.protocol, store)
+    for outcome in outcomes:
+        if outcome.status != "ok" or not has_sensitivity(outcome.strategy):
+            continue
+        losses: dict[int, float] = {}
+        mine = [layer for _, layer in processes.mine(lossy_layers(outcome.strategy, job.model, job.protocol))]
+        with bars.task(f"{outcome.strategy}: layers", len(mine), counted=False) as advance:
+            for layer in mine:
+                outcome.attempt(partial(_measure_layer, job, outcome, layer, store, journal, losses))
+                advance(1)
+        losses = outcome.agree(processes, losses)
+        outcome.measured.sensitivity = [{"layer": layer, "kl_nats": losses[layer]} for layer in sorted(losses)]
+
+
+def _measure_layer(
+    job: Job, outcome: Outcome, layer: int, store: ReferenceStore, journal: Journal, losses: dict[int, float]
+) -> None:
+    """Measures one layer, or takes its loss from the journal."""
+    key = ("layer", outcome.strategy, layer)
+    if not journal.has(*key):
+        strategy, protocol = outcome.strategy, job.protocol
+        journal.save(layer_loss(strategy, layer, job.model, job.windows[0], protocol, store), *key)
+    losses[layer] = journal.load(*key)
 
 
 def answer_tasks(job: Job, outcomes: Sequence[Outcome], journal: Journal, processes: Processes, bars: Bars) -> None:

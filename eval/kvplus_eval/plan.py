@@ -96,7 +96,8 @@ def make_plan(
     flops = 2 * profile.active_parameters + attention_flops(config, max(1, protocol.window_tokens // 2))
     load_s = 0.0
     parts = []
-    for work in list_work(protocol, strategies):
+    layers = config.get_text_config(decoder=True).num_hidden_layers
+    for work in list_work(protocol, strategies, layers):
         if work.tokens:
             share = processes if work.shared else 1
             parts.append((work.name, work.tokens, load_s + _seconds(work, flops, weight_bytes, device) / share))

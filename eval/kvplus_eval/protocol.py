@@ -43,6 +43,7 @@ class Protocol:
         noise: Against what the model is compared with itself: `chunking`, `dtype`.
         noise_windows: Windows of that comparison.
         peak_memory: Whether each strategy runs once in a process of its own, whose memory is watched.
+        sensitivity_tokens: First tokens of the first window on which every layer is quantized alone; 0 for none.
     """
 
     windows: int = 4
@@ -60,6 +61,7 @@ class Protocol:
     noise: tuple[str, ...] = ()
     noise_windows: int = 1
     peak_memory: bool = False
+    sensitivity_tokens: int = 0
 
     def __post_init__(self) -> None:
         """Checks each number on its own; whether chunks fit the window is a guard's business."""
@@ -69,6 +71,13 @@ class Protocol:
             require_at_least(name, getattr(self, name), minimum)
         for name, minimum in (("task_samples", 1), ("noise_windows", 1)):
             require_at_least(name, getattr(self, name), minimum)
+        if self.sensitivity_tokens:
+            require_at_least("sensitivity_tokens", self.sensitivity_tokens, self.chunk_tokens + 1)
+            if self.sensitivity_tokens > self.window_tokens:
+                raise ValueError(
+                    f"`sensitivity_tokens` must be at most window_tokens={self.window_tokens}, "
+                    f"got {self.sensitivity_tokens}"
+                )
         for length in self.task_lengths:
             require_at_least("task_lengths", length, SHORTEST_TASK_TOKENS)
         for depth in self.task_depths:

@@ -12,6 +12,7 @@ Schema `kvplus-eval/1`, kind `eval`:
     contexts                  one object a context length: context_tokens, decode_ms_per_token, prefill_ms, cache_bytes
     tasks                     one object an answer: task, length_tokens, depth, sample, exact, nats
     layers                    one object a layer read back: layer, key_error, value_error (relative)
+    layer_sensitivity         one object a layer quantized alone: layer, kl_nats; empty unless asked for
     findings                  faults that don't void the figures, in words
     model                     name, how, revision, dtype, parameters, attention
     text                      name, sha256 (of the decoded text, UTF-8, newlines as line ends), file_sha256 (of the
@@ -19,6 +20,7 @@ Schema `kvplus-eval/1`, kind `eval`:
     suite, protocol           name of the suite or null; the fields of `Protocol`
     versions, device          library -> version or null; type, name, threads, processes
     git_commit                of this package's checkout, with `+changes` when files differ, or null
+    question                  fingerprint of all that the figures depend on, strategies apart, the code included
 
 Version 1 may gain keys, which older rows lack; a key that changes its meaning or goes makes version 2.
 docs/evaluation.md says more.
@@ -123,6 +125,7 @@ def eval_row(facts: Row, outcome: Outcome, text: EvalText, protocol: Protocol, s
         "contexts": outcome.measured.contexts if good else [],
         "tasks": outcome.measured.answers if good else [],
         "layers": outcome.measured.layers if good else [],
+        "layer_sensitivity": outcome.measured.sensitivity if good else [],
         "findings": outcome.measured.findings if good else [],
         "text": text.facts(),
         "suite": suite,
@@ -148,6 +151,25 @@ def read_rows(path: Path) -> list[Row]:
         if row.get("schema") != SCHEMA:
             raise ValueError(f"`{path}`, row {number}: schema {row.get('schema')!r}, this version reads {SCHEMA!r}")
     return rows
+
+
+def finished_rows(path: Path, question: str, strategies: Sequence[str]) -> list[Row]:
+    """Finds the latest run that answers a question already.
+
+    Args:
+        path: Rows of earlier runs, which may not be there.
+        question: Its fingerprint.
+        strategies: What has to be in the run, without a failure.
+
+    Returns:
+        One row a strategy, in that order; none if no run has them all.
+    """
+    runs: dict[str, dict[str, Row]] = {}
+    for row in read_rows(path) if path.is_file() else ():
+        if row.get("question") == question and row["status"] != "failed":
+            runs.setdefault(row["run"], {})[row["strategy"]] = row
+    whole = [run for run in runs.values() if run.keys() >= set(strategies)]
+    return [whole[-1][strategy] for strategy in strategies] if whole else []
 
 
 def library_versions() -> dict[str, str | None]:

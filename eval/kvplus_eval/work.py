@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from kvplus_eval.contexts import ROUNDS, TOKENS
 from kvplus_eval.processes import Processes
 from kvplus_eval.protocol import Protocol
+from kvplus_eval.sensitivity import has_sensitivity
 
 
 @dataclass(frozen=True)
@@ -27,8 +28,17 @@ class Work:
     shared: bool = False
 
 
-def list_work(protocol: Protocol, strategies: Sequence[str]) -> list[Work]:
-    """Lists what a protocol asks for, parts that it leaves out included with 0 tokens."""
+def list_work(protocol: Protocol, strategies: Sequence[str], layers: int = 0) -> list[Work]:
+    """Lists what a protocol asks for, parts that it leaves out included with 0 tokens.
+
+    Args:
+        protocol: The protocol.
+        strategies: The strategies.
+        layers: Layers of the model, which are quantized one by one where that is asked for.
+
+    Returns:
+        The parts in order.
+    """
     count, one = len(strategies), protocol.windows * protocol.window_tokens
     chunks = protocol.windows * -(-protocol.window_tokens // protocol.chunk_tokens)
     decoded = protocol.timing_rounds * protocol.decode_tokens + max(0, protocol.greedy_tokens - protocol.decode_tokens)
@@ -41,10 +51,17 @@ def list_work(protocol: Protocol, strategies: Sequence[str]) -> list[Work]:
     context = max(protocol.contexts, default=0)
     noise_windows = min(protocol.noise_windows, protocol.windows)
     per_chunk = protocol.prefill_chunk_tokens
+    alone = layers * sum(map(has_sensitivity, strategies)) if protocol.sensitivity_tokens else 0
     return [
         Work("reference", one, chunks, shared=True),
         Work("quality", count * one, count * chunks, shared=True),
         Work("noise", len(protocol.noise) * noise_windows * protocol.window_tokens, len(protocol.noise) * chunks),
+        Work(
+            "layers alone",
+            alone * protocol.sensitivity_tokens,
+            alone * (protocol.sensitivity_tokens // protocol.chunk_tokens),
+            shared=True,
+        ),
         Work("planted facts", count * asked, count * (asked // per_chunk + 2 * samples), shared=True),
         Work("times", count * (timed + decoded), count * (timed // per_chunk + decoded)),
         Work("times by context", count * (context + steps), count * (context // per_chunk + steps)),
@@ -58,7 +75,7 @@ def count_work(protocol: Protocol, strategies: Sequence[str], processes: Process
     """Returns the tokens that this process will see fed, so far as bars count them."""
     total = 0
     for work in list_work(protocol, strategies):
-        if work.name == "peak memory":
+        if work.name in ("peak memory", "layers alone"):
             continue
         if work.shared:
             total += work.tokens // processes.count

@@ -10,7 +10,7 @@ from kvplus_eval.results import SCHEMA, read_rows
 
 ROW_KEYS = {"schema", "kind", "run", "date", "strategy", "status", "reason", "traceback", "claimed_bits", "plan"}
 ROW_KEYS |= {"metrics", "units", "curve", "model", "text", "protocol", "versions", "device", "git_commit"}
-ROW_KEYS |= {"windows", "contexts", "tasks", "layers", "findings", "suite"}
+ROW_KEYS |= {"windows", "contexts", "tasks", "layers", "findings", "suite", "question", "layer_sensitivity"}
 
 
 @pytest.fixture(scope="module")
@@ -96,6 +96,31 @@ def test_a_second_run_reuses_the_reference_and_appends(place, tmp_path):
     assert rows[0]["metrics"]["decode_ms_per_token"] is None
 
 
+def test_a_finished_run_of_the_same_job_is_shown_again_if_asked(place, finished, tmp_path):
+    _, _, rows = finished
+    (tmp_path / "results.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    shown = evaluate(place, tmp_path, "--strategies", "int4,dynamic", "--reuse")
+    assert f"run {rows[0]['run']} of" in shown.output
+    summary = json.loads(shown.stdout.strip().splitlines()[-1])
+    assert [one["strategy"] for one in summary["strategies"]] == ["int4", "dynamic"]
+    assert summary["strategies"][0]["kl_mean_nats"] == rows[2]["metrics"]["kl_mean_nats"]
+    assert read_rows(tmp_path / "results.jsonl") == rows
+    assert (tmp_path / "report.md").is_file()
+
+
+@pytest.mark.parametrize(
+    "arguments", [("--strategies", "int8"), ("--strategies", "int4", "--chunk-tokens", "64")], ids=["new", "protocol"]
+)
+def test_what_a_finished_run_didnt_measure_is_measured(place, finished, tmp_path, arguments):
+    _, _, rows = finished
+    (tmp_path / "results.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    result = evaluate(place, tmp_path, "--reuse", *arguments)
+    assert result.exit_code == 0, result.output
+    (new,) = read_rows(tmp_path / "results.jsonl")[len(rows) :]
+    assert new["run"] != rows[0]["run"]
+    assert new["strategy"] == arguments[1]
+
+
 def test_greedy_text_is_compared_even_when_the_reference_isnt_listed(place, tmp_path):
     result = evaluate(place, tmp_path, "--strategies", "fp")
     assert result.exit_code == 0
@@ -157,6 +182,16 @@ def test_bench_times_every_context_and_says_how_far_each_is_from_dynamic(place, 
     assert fp["kl_mean_nats"] < 1e-6 < int4["kl_mean_nats"]
     summary = json.loads(result.stdout.strip().splitlines()[-1])
     assert len(summary["strategies"]) == 6
+
+
+def test_bench_takes_a_context_too_short_to_be_packed_if_a_longer_one_follows(place, tmp_path):
+    arguments = ["--strategies", "dynamic,int4", "--tokens", "2", "--rounds", "1"]
+    result = run("bench", place, tmp_path / "both", *arguments, "--context", "16,300")
+    assert result.exit_code == 0, result.output
+    assert [row["status"] for row in read_rows(tmp_path / "both" / "bench.jsonl")] == ["ok"] * 4
+    assert run("bench", place, tmp_path / "short", *arguments, "--context", "16").exit_code == 1
+    (_, row) = read_rows(tmp_path / "short" / "bench.jsonl")
+    assert "nothing was packed; feed more tokens (--window-tokens, --context)" in row["reason"]
 
 
 @pytest.mark.parametrize("context", ["300,200", "200,201", "many", "0"])

@@ -81,7 +81,13 @@ def test_work_grows_with_what_is_asked_for():
     assert tokens["reference"] == 2 * 2048
     assert tokens["quality"] == 2 * tokens["reference"]
     assert tokens["planted facts"] == tokens["times by context"] == tokens["peak memory"] == tokens["noise"] == 0
-    assert all(more[name] > 0 for name in more if name != "noise")
+    assert all(more[name] > 0 for name in more if name not in ("noise", "layers alone"))
+
+
+def test_layers_alone_are_those_of_quantizing_strategies():
+    protocol = Protocol(windows=2, sensitivity_tokens=512)
+    work = {one.name: one for one in list_work(protocol, ["fp", "int4", "int2"], layers=30)}["layers alone"]
+    assert (work.tokens, work.passes, work.shared) == (2 * 30 * 512, 2 * 30 * 8, True)
 
 
 def test_a_plan_takes_as_long_as_the_arithmetic_says(checkpoint):
