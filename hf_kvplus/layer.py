@@ -329,15 +329,16 @@ class KVLayer(CacheLayerMixin):
         block = visible // self.block_tokens * self.block_tokens
         first = min(max(self.first_stored, block), self.packed_tokens)
         packed, total = self.packed_tokens - first, self.cumulative_length - first
-        states = {}
-        for name, store in self.packed.items():
+        states = {
+            name: self._dense_like(new[name], (*new[name].shape[:2], total + new[name].shape[2], new[name].shape[3]))
+            for name in self.packed
+        }
+        self._decode(states, (first - self.first_stored) // self.block_tokens)
+        for name, out in states.items():
             tensor = new[name]
-            out = self._dense_like(tensor, (*tensor.shape[:2], total + tensor.shape[2], tensor.shape[3]))
-            store.decode(out, (first - self.first_stored) // self.block_tokens)
             self.sinks.restore(name, out, self.padding.counts, first, self.packed_tokens)
             out[:, :, packed:total] = self.recent.get(name)
             out[:, :, total:] = tensor
-            states[name] = out
         return states, first
 
     def _dense_like(self, tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
@@ -346,6 +347,14 @@ class KVLayer(CacheLayerMixin):
 
     def dense(self, visible: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns all visible keys and values at full precision, each `(batch, kv_heads, held, head_dim)`.
+
+    def _decode(self, outs: States, first_block: int) -> None:
+        """Decodes keys and values from a block on into the front of `outs`."""
+        if self.shelf:
+            self.shelf.decode(self.packed, outs, first_block)
+            return
+        for name, store in self.packed.items():
+            store.decode(outs[name], first_block)
 
         Args:
             visible: First column to return; by default the first that the next query sees.

@@ -13,6 +13,7 @@ Source of the checksum: xxHash (XXH3, 64 bits), https://github.com/Cyan4973/xxHa
 
 from __future__ import annotations
 
+import contextlib
 import os
 import struct
 import threading
@@ -21,6 +22,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+# Not every system reads into several places at once, nor into any number of them.
+CAN_SCATTER = hasattr(os, "preadv")
+MOST_PARTS = os.sysconf("SC_IOV_MAX") if CAN_SCATTER else 0
+ADVICE_BYTES = 1 << 17
 HEADER = struct.Struct("<QQ")
 HEADER_BYTES = HEADER.size
 
@@ -131,13 +136,14 @@ class BlockFile:
             self.size = offset + len(records)
         return offset
 
-    def read(self, offset: int, into: memoryview, record_bytes: int) -> None:
+    def read(self, offset: int, into: memoryview, record_bytes: int, whole: int | None = None) -> None:
         """Reads records and checks them.
 
         Args:
             offset: Of the first record.
             into: Where they go; its length says how many.
             record_bytes: Bytes of each.
+            whole: The checksum of all these bytes, if it is known: one call instead of one per record.
 
         Raises:
             BlockError: If a record is missing or damaged.
@@ -153,6 +159,8 @@ class BlockFile:
                     got += count
         except OSError as error:
             raise BlockError(0, f"{self.path} can't be read: {error.strerror}") from error
+        if whole is not None and got == len(into) and self.hash(into) == whole:
+            return
         for start in range(0, len(into), record_bytes):
             if got < start + record_bytes:
                 raise BlockError(start // record_bytes, f"{self.path} is truncated: it ends at byte {offset + got}")
@@ -162,6 +170,46 @@ class BlockFile:
                 raise BlockError(
                     start // record_bytes, f"the checksum at byte {offset + start} of {self.path} differs"
                 )
+        if whole is not None:
+            raise BlockError(0, f"from byte {offset} on, {self.path} holds blocks that this cache didn't write")
+
+    def scatter(self, offset: int, parts: list[memoryview]) -> bool:
+        """Reads into several places, one after the other, and checks nothing.
+
+        Args:
+            offset: Of the first byte.
+            parts: The places.
+
+        Returns:
+            Whether all could be filled; `read` says what is wrong.
+        """
+        try:
+            descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            return False
+        try:
+            for first in range(0, len(parts), MOST_PARTS):
+                some = parts[first : first + MOST_PARTS]
+                size = sum(map(len, some))
+                if os.preadv(descriptor, some, offset) < size:
+                    return False
+                offset += size
+        except OSError:
+            return False
+        finally:
+            os.close(descriptor)
+        return True
+
+    def advise(self, offset: int, size: int) -> None:
+        """Lets the system begin to fetch a part of the file; does nothing if that can't be."""
+        with contextlib.suppress(OSError):
+            descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                # Linux cuts each request to what it reads ahead for a file at most.
+                for begin in range(offset, offset + size, ADVICE_BYTES):
+                    os.posix_fadvise(descriptor, begin, ADVICE_BYTES, os.POSIX_FADV_WILLNEED)
+            finally:
+                os.close(descriptor)
 
     def _place(self, offset: int) -> int:
         """Returns the number that stands for one place in all files of a directory."""

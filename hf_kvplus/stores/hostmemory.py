@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import mmap
-import sys
+import weakref
 
 import torch
 
@@ -29,12 +29,12 @@ def empty_bytes(size: int, device: torch.device, pinned: bool = False) -> torch.
 class DensePool:
     """Buffers for dense states, each used again as soon as no tensor reads it any more.
 
-    A tensor over mapped memory holds a reference to the mapping, and all its views share that one; so Python's count
-    of references tells whether anybody still has them.
+    Every tensor from here is over a `memoryview` of its own, which its storage keeps and all its views share. When the
+    last of them is gone, the memoryview is, and a weak reference to it tells.
     """
 
     def __init__(self) -> None:
-        self._mappings: list[mmap.mmap] = []
+        self._leases: list[tuple[mmap.mmap, weakref.ref[memoryview]]] = []
 
     def __deepcopy__(self, memo: dict[int, object]) -> DensePool:
         """A copy has buffers of its own."""
@@ -49,28 +49,18 @@ class DensePool:
         size = math.prod(shape) * tensor.element_size()
         if tensor.device.type != "cpu" or size < SMALLEST_MAPPED_BYTES:
             return tensor.new_empty(shape)
-        mapping = self._take(size)
-        return torch.frombuffer(mapping, dtype=tensor.dtype, count=math.prod(shape)).view(shape)
+        return torch.frombuffer(self._lend(size), dtype=tensor.dtype, count=math.prod(shape)).view(shape)
 
-    def _take(self, size: int) -> mmap.mmap:
-        """Returns a free mapping of at least `size` bytes; free ones that are too small are given back."""
-        kept, found = [], None
-        for index in range(len(self._mappings)):
-            mapping = self._mappings[index]
-            # The list, the name here and the argument of the call.
-            free = sys.getrefcount(mapping) <= 3
-            if free and len(mapping) < size:
-                continue
-            kept.append(mapping)
-            if free and found is None:
-                found = mapping
-        self._mappings = kept
-        if found is None:
-            found = mmap.mmap(-1, int(size * HEADROOM))
-            self._mappings.append(found)
-        return found
+    def _lend(self, size: int) -> memoryview:
+        """Returns a free buffer of at least `size` bytes; free ones that are too small are given back."""
+        busy = [one for one in self._leases if one[1]() is not None]
+        free = [one for one in self._leases if one not in busy and len(one[0]) >= size]
+        mapping = free.pop()[0] if free else mmap.mmap(-1, int(size * HEADROOM))
+        lent = memoryview(mapping)
+        self._leases = [*busy, *free, (mapping, weakref.ref(lent))]
+        return lent
 
     @property
     def held_bytes(self) -> int:
         """Bytes of the buffers, touched or not."""
-        return sum(map(len, self._mappings))
+        return sum(len(mapping) for mapping, _ in self._leases)

@@ -10,16 +10,17 @@ Rows are told by a list beside each run: reordering, selecting and repeating row
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
 from hf_kvplus.codecs.base import Codec, Packed
-from hf_kvplus.stores.blockfile import BlockError, OffloadError
+from hf_kvplus.stores.blockfile import CAN_SCATTER, BlockError, OffloadError
 from hf_kvplus.stores.packed import SLAB_ELEMENTS, Encode, PackedStore
 from hf_kvplus.stores.runs import Entry, Layout, Run
 from hf_kvplus.stores.space import CPU, DISK, Shelves
+from hf_kvplus.stores.straight import decode_together
 
 # Of a run whose states nobody has seen, because it came from a file.
 RUN_BYTES = 1 << 20
@@ -224,17 +225,32 @@ class OffloadedStore(PackedStore):
         Raises:
             OffloadError: If a block can't be read.
         """
+        decode_together([(self, out)], first_block, last_block)
+
+    def decode_copied(
+        self, out: torch.Tensor, first_block: int, last_block: int | None, straight: Sequence[Entry]
+    ) -> None:
+        """Decodes blocks but those of `straight`, which somebody else reads into their place; see `decode`.
+
+        Raises:
+            OffloadError: If a block can't be read.
+        """
         last_block = self.length if last_block is None else last_block
         tokens, slab = self.codec.block_tokens, self._slab_blocks(out.shape)
         if last_block <= first_block:
             return
+        left_out = set(map(id, straight))
         # Whoever reads a part of the blocks reads the same part of keys and values, then the next.
         self.shelves.announce(self.key, first_block, last_block, alternating=last_block < self.length)
         with _Reader(self) as reader:
-            if self.codec.lossless and all(entry.rows is None for entry in self.entries):
-                for entry, first, count, block in self._parts(first_block, last_block):
+            if self.codec.lossless:
+                for entry, first, count, block in self.parts(first_block, last_block):
+                    if id(entry) in left_out:
+                        continue
                     target = out.narrow(2, (block - first_block) * tokens, count * tokens).unflatten(2, (-1, tokens))
-                    self.codec.decode(reader.views(entry, first, count), out.shape[3], target)
+                    plain = entry.rows is None
+                    packed = reader.views(entry, first, count) if plain else self._gather(reader, block, block + count)
+                    self.codec.decode(packed, out.shape[3], target)
                 return
             for start in range(first_block, last_block, slab):
                 stop = min(start + slab, last_block)
@@ -242,13 +258,26 @@ class OffloadedStore(PackedStore):
                 packed = self._gather(reader, start, stop)
                 self.codec.decode(packed, out.shape[3], target.unflatten(2, (-1, tokens)))
 
-    def runs_from(self, block: int) -> list[Run]:
-        """Returns the runs that hold blocks from `block` on."""
-        return [entry.run for begin, entry in self._begins() if begin + entry.count > block]
+    def entries_from(self, block: int) -> list[Entry]:
+        """Returns the entries that hold blocks from `block` on."""
+        return [entry for begin, entry in self._begins() if begin + entry.count > block]
+
+    def goes_straight(self, entry: Entry, room_bytes: float) -> bool:
+        """Whether an entry can be read from its file into dense states, see `straight`.
+
+        Args:
+            entry: One of this store's.
+            room_bytes: Bytes that are still free in memory: what fits there is read so that it can be kept.
+        """
+        run = entry.run
+        whole = entry.rows is None and entry.first == 0 and entry.count == run.count
+        known = run.file is not None and run.digests is not None and run.digests.count == run.count
+        away = run.data is None and run.nbytes > room_bytes and self.device.type == "cpu"
+        return CAN_SCATTER and self.codec.lossless and whole and known and away
 
     def boundaries(self, first: int, last: int) -> list[tuple[int, int]]:
         """Splits blocks `first` to `last` into pieces that `pieces` can read one at a time."""
-        return [(block, block + count) for _, _, count, block in self._parts(first, last)]
+        return [(block, block + count) for _, _, count, block in self.parts(first, last)]
 
     def pieces(self, ranges: list[tuple[int, int]]) -> Iterator[Packed]:
         """Yields the fields of some ranges of blocks, in scratch that the next one overwrites.
@@ -277,10 +306,10 @@ class OffloadedStore(PackedStore):
         return out
 
     def _copy_blocks(self, reader: _Reader, first: int, last: int, out: Packed) -> None:
-        for entry, start, count, block in self._parts(first, last):
+        for entry, start, count, block in self.parts(first, last):
             entry.copy_blocks(reader.data(entry), start, count, out, block - first)
 
-    def _parts(self, first: int, last: int) -> Iterator[tuple[Entry, int, int, int]]:
+    def parts(self, first: int, last: int) -> Iterator[tuple[Entry, int, int, int]]:
         """Yields what blocks `first` to `last` consist of: entry, first block of its run, count, block held."""
         begin = 0
         for entry in self.entries:

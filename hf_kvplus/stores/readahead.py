@@ -12,6 +12,7 @@ On a CPU "device" and host are the same memory and streams are none; everything 
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections import deque
 from collections.abc import Iterable
@@ -20,6 +21,7 @@ from typing import Any, Protocol
 
 import torch
 
+from hf_kvplus.stores.blockfile import BlockFile
 from hf_kvplus.stores.hostmemory import empty_bytes
 from hf_kvplus.stores.runs import Run
 
@@ -189,10 +191,20 @@ class ReadAhead:
         if data is not None:
             self.lane(device).fill(slot, data[: run.nbytes])
             return slot
+        return self.threads().submit(load, slot, run, run.count, self.lane(device))
+
+    def advise(self, runs: Iterable[Run]) -> None:
+        """Lets the system read files ahead that will go straight into dense states, on a thread: the call may wait."""
+        spans = _joined((run.file, run.offset, run.nbytes) for run in runs if run.file is not None)
+        if spans and hasattr(os, "posix_fadvise"):
+            self.threads().submit(_advise, spans)
+
+    def threads(self) -> ThreadPoolExecutor:
+        """Returns the threads that read files."""
         if self._threads is None:
             self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="kvplus-read")
             self._finalizer = weakref.finalize(self, self._threads.shutdown, wait=False)
-        return self._threads.submit(load, slot, run, run.count, self.lane(device))
+        return self._threads
 
     def take(self, run: Run, device: torch.device) -> Slot:
         """Returns a slot with the bytes of a run, ready for the calling stream; give it back with `release`.
@@ -262,6 +274,27 @@ class ReadAhead:
         return Slot(size, device)
 
 
+def _joined(spans: Iterable[tuple[BlockFile, int, int]]) -> list[tuple[BlockFile, int, int]]:
+    """Joins what follows each other in a file, as far as may be on its way at a time."""
+    joined: list[tuple[BlockFile, int, int]] = []
+    room = AHEAD_BYTES
+    for file, offset, size in spans:
+        if room <= 0:
+            break
+        room -= size
+        if joined and joined[-1][0] is file and sum(joined[-1][1:]) == offset:
+            offset, size = joined[-1][1], joined[-1][2] + size
+            joined.pop()
+        joined.append((file, offset, size))
+    return joined
+
+
+def _advise(spans: list[tuple[BlockFile, int, int]]) -> None:
+    """Asks the system for parts of files. It starts no more than a device's largest transfer at a time."""
+    for file, offset, size in spans:
+        file.advise(offset, size)
+
+
 def load(slot: Slot, run: Run, count: int, lane: Lane) -> Slot:
     """Reads a run from its file into a slot and returns it.
 
@@ -269,9 +302,7 @@ def load(slot: Slot, run: Run, count: int, lane: Lane) -> Slot:
         BlockError: If it can't be read.
     """
     size = count * run.record_bytes
-    if run.file is None:
-        raise RuntimeError("a run is neither in memory nor in a file")
-    run.file.read(run.offset, slot.staging.numpy().data[:size], run.record_bytes)
+    run.read(slot.staging.numpy().data[:size], count)
     slot.count = count
     if slot.staging is not slot.device:
         lane.fill(slot, slot.staging[:size])

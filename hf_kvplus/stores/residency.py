@@ -8,6 +8,7 @@ room, and runs leave, the least recently used or the oldest first, when new bloc
 from __future__ import annotations
 
 import itertools
+import math
 from weakref import WeakKeyDictionary
 
 from hf_kvplus.stores.runs import Run
@@ -61,9 +62,10 @@ class Residency:
         position, tick = self._held[run]
         return (position, tick) if self.order == OLDEST else (tick, 0)
 
-    def has_room(self, size: int) -> bool:
-        """Whether `size` more bytes fit without anything leaving."""
-        return self.budget_bytes is None or self.held_bytes + size <= self.budget_bytes
+    @property
+    def room_bytes(self) -> float:
+        """Bytes that fit without anything leaving."""
+        return math.inf if self.budget_bytes is None else self.budget_bytes - self.held_bytes
 
     def touch(self, run: Run) -> None:
         """Notes that a run was read."""

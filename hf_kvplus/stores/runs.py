@@ -11,7 +11,7 @@ row of the batch is told by whoever reads: reordering beams changes no byte.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,7 @@ import torch
 
 from hf_kvplus.codecs.base import Packed
 from hf_kvplus.stores.blockfile import HEADER_BYTES, BlockFile
+from hf_kvplus.stores.digests import Digests
 from hf_kvplus.stores.hostmemory import empty_bytes
 
 ALIGNMENT = 16
@@ -51,6 +52,17 @@ class Layout:
     def payload_bytes(self) -> int:
         """Bytes of one row of a block without what aligns its fields."""
         return sum(math.prod(shape) * dtype.itemsize for _, shape, dtype in self.fields)
+
+    def head_spans(self, batch: int) -> Iterator[tuple[int, int]]:
+        """Yields where each head of each row lies in a record, if a block has one field only; else nothing."""
+        if len(self.fields) > 1:
+            return
+        _, shape, dtype = self.fields[0]
+        size = math.prod(shape[1:]) * dtype.itemsize
+        for row in range(batch):
+            for head in range(shape[0]):
+                begin = HEADER_BYTES + row * self.row_bytes + head * size
+                yield begin, begin + size
 
     def views(self, data: torch.Tensor, batch: int, count: int) -> Packed:
         """Returns the fields of `count` records in `data`, each `(blocks, batch, kv_heads, ...)`."""
@@ -108,6 +120,7 @@ class Run:
         file: The file that they are in, if they are in one.
         offset: Of the first record in that file.
         sealed: Whether no more blocks may be added, because a copy shares this run or blocks were cut off.
+        digests: Checksums of what is in the file, `None` while unknown.
     """
 
     key: tuple[int, str]
@@ -118,6 +131,7 @@ class Run:
     file: BlockFile | None = None
     offset: int = 0
     sealed: bool = False
+    digests: Digests | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Run:
         """Copies share a run."""
@@ -133,6 +147,26 @@ class Run:
     def nbytes(self) -> int:
         """Bytes of the records."""
         return self.count * self.record_bytes
+
+    def note(self, records: memoryview) -> None:
+        """Takes note of records that have been written to the file, the first ones if there is none yet."""
+        if self.digests is not None or self.file is None:
+            added = len(records) // self.record_bytes
+            self.digests = (self.digests or Digests.empty(self)).grown(records, added)
+
+    def read(self, into: memoryview, count: int) -> None:
+        """Reads the first `count` records from the file and checks them.
+
+        Raises:
+            BlockError: If one is missing or damaged.
+        """
+        if self.file is None:
+            raise RuntimeError("a run is neither in memory nor in a file")
+        digests = self.digests
+        whole = digests.whole if digests is not None and digests.count == count else None
+        self.file.read(self.offset, into, self.record_bytes, whole)
+        if digests is None:  # a file that an ended process left
+            self.digests = Digests.empty(self).grown(into, count)
 
     def add(self, packed: Packed, device: torch.device, pinned: bool, most: int) -> torch.Tensor:
         """Puts blocks `(batch, kv_heads, blocks, ...)` behind those held, in memory on `device`.

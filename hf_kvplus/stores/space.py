@@ -11,6 +11,7 @@ import functools
 import itertools
 import os
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -213,6 +214,7 @@ class Space:
             )
             raise self.broken from error
         self.unsynced.add(file)
+        run.note(records.numpy().data)
         if run.file is None:
             run.file, run.offset = file, offset
 
@@ -266,9 +268,13 @@ class Space:
 
     def keep(self, run: Run, data: torch.Tensor) -> None:
         """Keeps what was read from a file in memory, if there is room."""
-        if self.options.tier == DISK and run.data is None and self.in_host.has_room(run.nbytes):
+        if run.data is None and run.nbytes <= self.room_bytes():
             run.data = empty_bytes(run.nbytes, torch.device("cpu"), data.is_pinned()).copy_(data[: run.nbytes])
             self._enter_host(run, 0)
+
+    def room_bytes(self) -> float:
+        """Returns the most bytes of a run that `keep` keeps."""
+        return self.in_host.room_bytes if self.options.tier == DISK else 0
 
     def check(self) -> None:
         """Refuses to go on after an error, or after `close`.
@@ -351,20 +357,20 @@ class Shelves:
     def _upcoming(
         self, key: tuple[int, str], first: int, last: int, alternating: bool
     ) -> list[tuple[Run, torch.device]]:
-        """Lists the runs that are read next, in order."""
-        layers = sorted({index for index, _ in self.stores.keys()})  # noqa: SIM118, not a plain dictionary
-        start = layers.index(key[0])
-        ahead = self.space.options.prefetch_layers
-        following = [layers[(start + step) % len(layers)] for step in range(min(ahead + 1, len(layers)))]
-        runs = []
-        for index in following:
+        """Lists the runs that are read next through slots, in order."""
+        runs, room = [], self.space.room_bytes()
+        for index in self._from(key[0]):
             begins = {"keys": 0, "values": 0}
             if index == key[0]:
                 begins = {"keys": first, "values": first}
                 if key[1] == "values":  # these keys have been read
                     begins["keys"] = last if alternating else sys.maxsize
             parts = [
-                [(run, store.device) for run in store.runs_from(begins[name])]
+                [
+                    (entry.run, store.device)
+                    for entry in store.entries_from(begins[name])
+                    if alternating or not store.goes_straight(entry, room)
+                ]
                 for name in begins
                 if (store := self.stores.get((index, name))) is not None
             ]
@@ -374,6 +380,25 @@ class Shelves:
             else:
                 runs += [one for part in parts for one in part]
         return [(run, device) for run, device in runs if not self.is_near(run, device)]
+
+    def _from(self, layer: int) -> list[int]:
+        """Returns a layer and those that are fetched ahead of it; behind the last one comes the first."""
+        layers = sorted({index for index, _ in self.stores.keys()})  # noqa: SIM118, not a plain dictionary
+        start = layers.index(layer)
+        count = min(self.space.options.prefetch_layers + 1, len(layers))
+        return [layers[(start + step) % len(layers)] for step in range(count)]
+
+    def advise(self, layer: int) -> None:
+        """Lets the system fetch what goes straight from files in the layers behind `layer`."""
+        room = self.space.room_bytes()
+        stores = [self.stores.get((index, name)) for index in self._from(layer)[1:] for name in ("keys", "values")]
+        self.ahead.advise(
+            entry.run
+            for store in stores
+            if store is not None
+            for entry in store.entries
+            if store.goes_straight(entry, room)
+        )
 
     def is_near(self, run: Run, device: torch.device) -> bool:
         """Whether a run can be read where it is, without a slot."""
@@ -406,6 +431,16 @@ class Shelf:
         from hf_kvplus.stores.offloaded import OffloadedStore
 
         return OffloadedStore(codec, self.shelves, (self.layer, name), bound)
+
+    def decode(self, stores: Mapping[str, OffloadedStore], outs: Mapping[str, torch.Tensor], first_block: int) -> None:
+        """Decodes all blocks of the layer from `first_block` on, those of `stores[name]` into `outs[name]`.
+
+        Raises:
+            OffloadError: If a block can't be read.
+        """
+        from hf_kvplus.stores.straight import decode_together
+
+        decode_together([(store, outs[name]) for name, store in stores.items()], first_block)
 
     def check(self) -> None:
         """Refuses to go on after an error, see `Space.check`."""

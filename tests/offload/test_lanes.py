@@ -89,6 +89,7 @@ def test_a_whole_cache_is_read_through_that_lane(notes, monkeypatch, tier):
     """The next layer's copies begin before this layer's are read."""
     monkeypatch.setattr(readahead, "make_lane", CudaLane)
     monkeypatch.setattr(readahead, "Slot", SlotBesideHost)
+    monkeypatch.setattr(OffloadedStore, "goes_straight", lambda self, *arguments: False)
     monkeypatch.setattr(OffloadedStore, "run_blocks", lambda self, batch: 2)
     shelves = Shelves(Space(tier))
     stores = [OffloadedStore(IdentityCodec(), shelves, (layer, "keys")) for layer in range(2)]

@@ -175,7 +175,7 @@ def test_layers_with_small_windows_of_their_own_stay_where_they_are():
 
 def test_a_step_of_the_model_reads_ahead(llama):
     """What the next layer needs is on its way when this one is read."""
-    cache = build_cache("offload:disk,budget=0", llama.config)
+    cache = build_cache("int4+offload:disk,budget=0", llama.config)
     with torch.no_grad():
         llama(PROMPT, **{cache_keyword(llama): cache})
         started = []

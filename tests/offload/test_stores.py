@@ -157,18 +157,18 @@ def test_slots_are_used_again(monkeypatch):
     """A decoded token allocates no slot once there are enough."""
     monkeypatch.setattr(OffloadedStore, "run_blocks", lambda self, batch: 2)
     shelves = Shelves(Space(Offload("disk", budget_bytes=0)))
-    stores = [OffloadedStore(CODECS["identity"].codecs()[0], shelves, (layer, "keys")) for layer in range(3)]
+    stores = [OffloadedStore(CODECS["4 bits"].codecs()[0], shelves, (layer, "keys")) for layer in range(3)]
     made = []
     build = readahead.Slot.__init__
     monkeypatch.setattr(
         readahead.Slot, "__init__", lambda self, *arguments: (made.append(1), build(self, *arguments))[1]
     )
     for store in stores:
-        store.append_states(torch.randn(1, 2, 64 * 8, 32))
+        store.append_states(torch.randn(1, 2, 48 * 8, 32))
     counts = []
     for _ in range(4):
         for store in stores:
-            store.decode(torch.empty(1, 2, 64 * 8, 32))
+            store.decode(torch.empty(1, 2, 48 * 8, 32))
         counts.append(len(made))
     assert counts[0] > 0
     assert counts[1:] == [counts[1]] * 3
