@@ -13,7 +13,7 @@ import typer.main
 from checkpoints import one_thread, save_tiny_checkpoint
 from hf_kvplus.cli import build_app
 from hf_kvplus.loading import load_model
-from kvplus_eval.pages import fill_page
+from kvplus_eval.pages import fill_bench_page, fill_page
 from kvplus_eval.readme import BEGIN, END
 from test_model_card import ROWS
 
@@ -67,8 +67,40 @@ def test_pages_get_the_rows_of_their_strategies_and_the_yardstick():
         fill_page("text", ROWS)
 
 
+def test_a_page_of_times_gets_the_latest_run_that_has_all_its_strategies():
+    page = f"<!-- bench rows: fp fp+offload:disk -->\n{BEGIN}\n{END}\n"
+    model, device = {"name": "tiny", "attention": "sdpa"}, {"name": "slow", "threads": 2}
+
+    def row(run: str, strategy: str, ms: float, **changes) -> dict:
+        bench = {"context_tokens": 64, "fused": False, "decode_ms": [ms] * 3, "decode_ms_per_token": ms}
+        bench |= {"cache_bytes": 2048, "disk_bytes": 4096}
+        return {
+            "run": run,
+            "strategy": strategy,
+            "status": "ok",
+            "model": model,
+            "device": device,
+            "bench": bench | changes,
+        }
+
+    rows = [row("a", "fp", 50.0), row("a", "fp+offload:disk", 60.0)]
+    rows += [
+        row("b", "fp", 10.0),
+        row("b", "fp+offload:disk", 15.0),
+        row("b", "fp", 9.0, fused=True),
+        row("c", "fp", 1.0),
+    ]
+    filled = fill_bench_page(page, rows)
+    assert "| `fp` | 10.0 ms | – | 2.0 KiB | – |" in filled
+    assert "| `fp+offload:disk` | 15.0 ms | 1.50 | 2.0 KiB | 4.0 KiB |" in filled
+    assert "tiny at 64 tokens, sdpa attention, medians of 3 tokens in turns, slow with 2 threads" in filled
+    assert fill_page(filled, ROWS) == filled
+    assert fill_bench_page(page, rows[:1]) == page
+    assert fill_bench_page("text", rows) == "text"
+
+
 @pytest.mark.parametrize("page", PAGES[2:], ids=lambda page: page.stem)
 def test_pages_can_be_filled(page):
     text = page.read_text()
-    assert re.search(r"<!-- rows: .+? -->", text)
+    assert re.search(r"<!-- (bench )?rows: .+? -->", text)
     assert text.count(BEGIN) == text.count(END) == 1

@@ -14,6 +14,7 @@ The `bench` part of a row:
     ratio_to_dynamic                      median against dynamic's, null without it
     prefill_ms                            time to bring the cache to this context from the previous one
     cache_bytes, kl_mean_nats             bytes after the last step; divergence from dynamic, null without it
+    disk_bytes                            bytes of blocks in files, which cache_bytes doesn't count
 """
 
 from __future__ import annotations
@@ -219,5 +220,6 @@ def _figures(contestant: Contestant, reference: Contestant | None, *, claims: bo
         "ratio_to_dynamic": typical_ms / median(reference.decode_ms) if known else None,
         "prefill_ms": contestant.prefill_ms,
         "cache_bytes": memory.total_bytes,
+        "disk_bytes": memory.disk_bytes,
         "kl_mean_nats": sum(contestant.kl_nats) / len(contestant.kl_nats) if contestant.kl_nats else None,
     }
