@@ -21,6 +21,9 @@ from hf_kvplus.registry import Registry
 from kvplus_eval.guards import refuse_miscounted
 from kvplus_eval.stepping import step
 
+# hqq packs several rows into a byte and fails on a number of tokens that doesn't divide; fair questions spare it that
+CONTEXT_MULTIPLE = 16
+
 
 @dataclass(frozen=True)
 class Sample:
@@ -80,6 +83,11 @@ class Haystack:
         return [*self.prefix, *hay[:place], *fact, *hay[place:]]
 
 
+def context_tokens(length: int, question: list[int]) -> int:
+    """Returns the length of a context that leaves room for its question, rounded down to `CONTEXT_MULTIPLE`."""
+    return (length - len(question)) // CONTEXT_MULTIPLE * CONTEXT_MULTIPLE
+
+
 TaskFunction = Callable[[Haystack, int, float, random.Random], Sample]
 TASKS: Registry[TaskFunction] = Registry("task")
 
@@ -92,7 +100,7 @@ def make_samples(
     Args:
         task: Name of the task.
         haystack: What they are made of.
-        lengths: Lengths of context and question together, in tokens.
+        lengths: Lengths of context and question together, in tokens; the context is rounded down to whole 16 tokens.
         depths: Where the fact lies, from 0 to 1.
         count: Samples at each length and depth.
 

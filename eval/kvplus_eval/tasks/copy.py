@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from kvplus_eval.tasks.base import TASKS, Haystack, Sample
+from kvplus_eval.tasks.base import TASKS, Haystack, Sample, context_tokens
 
 GIVEN_TOKENS, ASKED_TOKENS = 16, 8
 
@@ -25,5 +25,5 @@ def copy(haystack: Haystack, length: int, depth: float, generator: random.Random
     known = sorted(set(haystack.token_ids))
     wanted = GIVEN_TOKENS + ASKED_TOKENS
     draw = generator.sample(known, wanted) if len(known) >= wanted else generator.choices(known, k=wanted)
-    context = haystack.bury(draw, depth, length - GIVEN_TOKENS, generator.randrange(10**6))
+    context = haystack.bury(draw, depth, context_tokens(length, draw[:GIVEN_TOKENS]), generator.randrange(10**6))
     return Sample(context, draw[:GIVEN_TOKENS], draw[GIVEN_TOKENS:])

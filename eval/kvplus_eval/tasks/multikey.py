@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from kvplus_eval.tasks.base import TASKS, Haystack, Sample
+from kvplus_eval.tasks.base import TASKS, Haystack, Sample, context_tokens
 from kvplus_eval.tasks.needle import CITIES, secret
 
 KEYS = 4
@@ -20,7 +20,7 @@ def multikey(haystack: Haystack, length: int, depth: float, generator: random.Ra
     }
     question = haystack.encode(f"\nThe secret number of {wanted} is")
     added = sum(len(facts[city]) for city in others)
-    context = haystack.bury(facts[wanted], depth, length - len(question) - added, generator.randrange(10**6))
+    context = haystack.bury(facts[wanted], depth, context_tokens(length, question) - added, generator.randrange(10**6))
     # The others go to places that don't cut the wanted fact in two: before it or behind it
     begin = len(haystack.prefix) + round(depth * (len(context) - len(haystack.prefix) - len(facts[wanted])))
     free = [*range(len(haystack.prefix), begin + 1), *range(begin + len(facts[wanted]), len(context) + 1)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from kvplus_eval.tasks.base import TASKS, Haystack, Sample
+from kvplus_eval.tasks.base import TASKS, Haystack, Sample, context_tokens
 
 CITIES = ("Lisbon", "Oslo", "Vienna", "Madrid", "Dublin", "Prague", "Athens", "Warsaw", "Cairo", "Lima")
 DIGITS = 5
@@ -21,5 +21,5 @@ def needle(haystack: Haystack, length: int, depth: float, generator: random.Rand
     city, number = generator.choice(CITIES), secret(generator)
     fact = haystack.encode(f"\nThe secret number of {city} is {number}.\n")
     question = haystack.encode(f"\nThe secret number of {city} is")
-    context = haystack.bury(fact, depth, length - len(question), generator.randrange(10**6))
+    context = haystack.bury(fact, depth, context_tokens(length, question), generator.randrange(10**6))
     return Sample(context, question, haystack.encode(f" {number}"))

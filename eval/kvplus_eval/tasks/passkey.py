@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from kvplus_eval.tasks.base import TASKS, Haystack, Sample
+from kvplus_eval.tasks.base import TASKS, Haystack, Sample, context_tokens
 from kvplus_eval.tasks.needle import secret
 
 NOTHING = "\nThe road goes on. The rain comes and goes. A bird sits on the wall. Nobody is in a hurry."
@@ -18,4 +18,4 @@ def passkey(haystack: Haystack, length: int, depth: float, generator: random.Ran
     question = haystack.encode("\nWhat is the pass key? The pass key is")
     nothing = haystack.encode(NOTHING)
     dull = Haystack(haystack.tokenizer, nothing * (1 + length // len(nothing)), haystack.prefix)
-    return Sample(dull.bury(fact, depth, length - len(question)), question, haystack.encode(f" {key}"))
+    return Sample(dull.bury(fact, depth, context_tokens(length, question)), question, haystack.encode(f" {key}"))
