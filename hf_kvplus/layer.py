@@ -345,9 +345,6 @@ class KVLayer(CacheLayerMixin):
         """Returns room for dense states; offloaded layers share what nobody reads any more."""
         return self.shelf.shelves.dense.empty_like(tensor, shape) if self.shelf else tensor.new_empty(shape)
 
-    def dense(self, visible: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns all visible keys and values at full precision, each `(batch, kv_heads, held, head_dim)`.
-
     def _decode(self, outs: States, first_block: int) -> None:
         """Decodes keys and values from a block on into the front of `outs`."""
         if self.shelf:
@@ -355,6 +352,9 @@ class KVLayer(CacheLayerMixin):
             return
         for name, store in self.packed.items():
             store.decode(outs[name], first_block)
+
+    def dense(self, visible: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns all visible keys and values at full precision, each `(batch, kv_heads, held, head_dim)`.
 
         Args:
             visible: First column to return; by default the first that the next query sees.
