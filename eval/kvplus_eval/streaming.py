@@ -3,7 +3,16 @@
 One text goes through each cache in chunks, each token scored by what the model says before it sees it. Copies of the
 cache taken on the way decode some tokens in turns at the end, so times at all lengths see the same machine. The
 yardstick recomputes: for each `stride` tokens the model reads the latest `window` tokens anew, positions from 0, and
-only the new ones are scored. Rows are JSON lines.
+only the new ones are scored. In its purest form (`--single`) each of some tokens gets a reading of its own.
+
+Rows are JSON lines of kind `streaming`, with the shared part of `kvplus_eval.results` and
+
+    text, skip, tokens, bos   the text; tokens of it left out at the beginning, and taken; whether BOS came first
+    chunk                     tokens fed at once
+    block_losses, first       mean loss in nats of each block of `block_tokens`, of which the first begins at `first`
+    cache_bytes, ms_per_token  by the number of tokens held, times as medians over turns
+    recompute_ms              one reading of the yardstick in the same turns
+    stride, positions         of the yardstick: tokens scored per reading; those scored one by one, with `losses`
 
     python -m kvplus_eval.streaming --model smollm2-135m --text wiki.txt --out streaming.jsonl
     python -m kvplus_eval.streaming --plot streaming.jsonl --image docs/streaming.png
@@ -28,9 +37,11 @@ from hf_kvplus import build_cache, measure_memory
 from hf_kvplus.compat import cache_keyword
 from hf_kvplus.loading import load_model
 from kvplus_eval.data import load_text
-from kvplus_eval.results import library_versions
+from kvplus_eval.results import append_rows, run_facts
 
 Row = dict[str, Any]
+# Tokens whose mean loss is published, and those that a comparison takes for one sample of the text.
+BLOCK_TOKENS, SAMPLE_TOKENS = 64, 128
 STRATEGIES = (
     "window:1020,sinks=4,positions=shifted",
     "window:1020,sinks=4",
@@ -63,7 +74,7 @@ def stream(model: PreTrainedModel, token_ids: torch.Tensor, strategy: str, chunk
         if (first + chunk) % every == 0:
             copies[first + chunk] = copy.deepcopy(cache)
     sizes = {position: measure_memory(held).total_bytes for position, held in copies.items()}
-    return {"strategy": strategy, "chunk": chunk, "losses": losses, "cache_bytes": sizes}, copies
+    return {"strategy": strategy, "chunk": chunk, "first": 1, "losses": losses, "cache_bytes": sizes}, copies
 
 
 def time_steps(
@@ -120,11 +131,77 @@ def recompute(model: PreTrainedModel, token_ids: torch.Tensor, window: int, stri
     return {"strategy": f"recompute:{window}", "stride": stride, "first": first, "losses": losses}
 
 
+def recompute_single(model: PreTrainedModel, token_ids: torch.Tensor, window: int, positions: Sequence[int]) -> Row:
+    """Scores single tokens, each after a reading of the `window` tokens before it.
+
+    Args:
+        model: A causal language model.
+        token_ids: `(tokens,)`.
+        window: Tokens read each time.
+        positions: Tokens to score.
+
+    Returns:
+        `losses`, one per position.
+    """
+    losses = []
+    for position in positions:
+        piece = token_ids[None, max(0, position - window) : position]
+        logits = model(input_ids=piece, use_cache=False, logits_to_keep=1).logits[0, -1].float()
+        losses.append(torch.nn.functional.cross_entropy(logits, token_ids[position]).item())
+    return {"strategy": f"recompute:{window}", "stride": 1, "positions": list(positions), "losses": losses}
+
+
+def compare(row: Row, yardstick: Row, boundary: int) -> Iterator[Row]:
+    """Compares two rows token by token, before and from `boundary` on.
+
+    Yields:
+        The perplexities over the tokens that both scored, their difference in percent, and its standard error, with
+        `SAMPLE_TOKENS` tokens next to each other taken for one sample.
+    """
+    losses = [dict(zip(places(one), one["losses"], strict=True)) for one in (row, yardstick)]
+    shared = sorted(losses[0].keys() & losses[1].keys())
+    for name, chosen in (
+        (f"tokens before {boundary}", [place for place in shared if place < boundary]),
+        (f"tokens from {boundary} on", [place for place in shared if place >= boundary]),
+    ):
+        if not chosen:
+            continue
+        own, other = (torch.tensor([values[place] for place in chosen], dtype=torch.float64) for values in losses)
+        size = SAMPLE_TOKENS if "positions" not in yardstick else 1
+        samples = [part.mean().item() for part in (own - other).split(size) if len(part) == size]
+        yield {
+            "strategy": row["strategy"],
+            "against": f"{yardstick['strategy']}, stride {yardstick['stride']}",
+            "where": name,
+            "tokens": len(chosen),
+            "perplexity": own.mean().exp().item(),
+            "yardstick": other.mean().exp().item(),
+            "percent": 100 * torch.expm1((own - other).mean()).item(),
+            "standard_error": 100 * statistics.stdev(samples) / math.sqrt(len(samples)) if len(samples) > 1 else None,
+        }
+
+
+def places(row: Row) -> Sequence[int]:
+    """Returns the tokens that a row's `losses` are of."""
+    return row.get("positions") or range(row["first"], row["first"] + len(row["losses"]))
+
+
+def published(row: Row, tokens: int = BLOCK_TOKENS) -> Row:
+    """Returns a row with mean losses of blocks of tokens in place of each token's; the last block ends the text."""
+    if "positions" in row:
+        return row | {"losses": [round(loss, 4) for loss in row["losses"]]}
+    rest = len(row["losses"]) % tokens
+    means = torch.tensor(row["losses"][rest:], dtype=torch.float64).unflatten(0, (-1, tokens)).mean(1)
+    kept = {name: value for name, value in row.items() if name != "losses"}
+    losses = [round(mean, 5) for mean in means.tolist()]
+    return kept | {"first": row["first"] + rest, "block_tokens": tokens, "block_losses": losses}
+
+
 def divergence(
     model: PreTrainedModel, token_ids: torch.Tensor, strategy: str, against: str, chunk: int, last: int
 ) -> Row:
     """Returns the mean KL divergence in nats of one cache from another over the last tokens of a text."""
-    caches = [build_cache(against, model.config), build_cache(strategy, model.config)]
+    caches = [build_cache(name, model.config) for name in (against, strategy)]
     values = []
     for first in range(0, len(token_ids), chunk):
         piece = token_ids[None, first : first + chunk]
@@ -170,11 +247,16 @@ def plot(rows: Sequence[Row], path: Path, smooth: int = 512) -> None:
 
     figure, (above, below) = pyplot.subplots(2, 1, sharex=True, figsize=(8, 6), height_ratios=(3, 1))
     for row in rows:
-        losses = torch.tensor(row["losses"])
-        means = losses[: len(losses) // smooth * smooth].unflatten(0, (-1, smooth)).mean(1)
-        places = row.get("first", 1) + smooth * torch.arange(1, len(means) + 1)
+        if "positions" in row:
+            continue
+        blocks = smooth // row["block_tokens"]
+        losses = torch.tensor(row["block_losses"])
+        losses = losses[len(losses) % blocks :]
+        means = losses.unflatten(0, (-1, blocks)).mean(1)
+        end = row["first"] + row["block_tokens"] * len(row["block_losses"])
+        ends = end - smooth * torch.arange(len(means) - 1, -1, -1)
         recomputed = not row.get("cache_bytes")
-        (line,) = above.plot(places, means.exp(), "k:" if recomputed else "-", label=row["strategy"])
+        (line,) = above.plot(ends, means.exp(), "k:" if recomputed else "-", label=row["strategy"])
         if not recomputed:
             sizes = {int(place): size / 2**20 for place, size in row["cache_bytes"].items()}
             below.plot(list(sizes), list(sizes.values()), marker=".", color=line.get_color())
@@ -195,6 +277,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--text")
     parser.add_argument("--tokens", type=int, default=16384)
+    parser.add_argument("--skip", type=int, default=0, help="tokens of the text that are left out at its beginning")
     parser.add_argument("--strategies", nargs="*", default=STRATEGIES)
     parser.add_argument("--chunk", type=int, default=64)
     parser.add_argument("--every", type=int, default=2048)
@@ -202,6 +285,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--last", type=int, default=8192, help="tokens whose perplexity is reported")
     parser.add_argument("--window", type=int, default=1024, help="tokens that the yardstick reads anew")
     parser.add_argument("--recompute", action="store_true", help="also score by the yardstick; takes longest")
+    parser.add_argument("--single", type=int, default=0, help="tokens that get a reading of their own, evenly spread")
     parser.add_argument("--bos", action="store_true", help="begin the text, and each reading, with BOS")
     parser.add_argument("--stride", type=int, default=64)
     parser.add_argument("--against", help="only print the KL divergence from this strategy")
@@ -218,26 +302,36 @@ def main(arguments: Sequence[str] | None = None) -> None:
     text = load_text(options.text)
     options.lead = int(options.bos)
     words = tokenizer(text.text, return_tensors="pt", add_special_tokens=False).input_ids[0]
+    words = words[options.skip :]
     token_ids = torch.cat([torch.tensor([tokenizer.bos_token_id] * options.lead, dtype=torch.long), words])
     token_ids = token_ids[: options.tokens].to(model.device)
     if len(token_ids) < options.tokens:
-        raise ValueError(f"{text.name} has {len(token_ids)} tokens, `--tokens` asks for {options.tokens}")
-    facts = {
-        "model": source.name,
-        "bos": bool(options.lead),
-        "text_sha256": text.sha256,
+        raise ValueError(
+            f"{text.name} has {len(token_ids)} tokens after `--skip` {options.skip}, "
+            f"`--tokens` asks for {options.tokens}"
+        )
+    facts = run_facts(model, source) | {
+        "kind": "streaming",
+        "text": text.facts(),
+        "skip": options.skip,
         "tokens": options.tokens,
-        **library_versions(),
+        "bos": bool(options.lead),
     }
+    boundary = model.config.get_text_config(decoder=True).max_position_embeddings
+    rows: list[Row] = []
     with torch.inference_mode():
         for strategy in options.strategies if options.against else ():
             row = divergence(model, token_ids, strategy, options.against, options.chunk, options.last)
             print(json.dumps(row), flush=True)
         for row in () if options.against else _measure(model, token_ids, options):
+            rows.append(row)
             if options.out:
-                with options.out.open("a") as file:
-                    file.write(json.dumps(facts | row) + "\n")
+                append_rows(options.out, [facts | published(row)])
             print(json.dumps(summarize([row], options.last)[0]), flush=True)
+    for yardstick in (row for row in rows if "stride" in row):
+        for row in (row for row in rows if "stride" not in row):
+            for comparison in compare(row, yardstick, boundary):
+                print(json.dumps(comparison), flush=True)
 
 
 def _measure(model: PreTrainedModel, token_ids: torch.Tensor, options: argparse.Namespace) -> Iterator[Row]:
@@ -249,6 +343,9 @@ def _measure(model: PreTrainedModel, token_ids: torch.Tensor, options: argparse.
     if options.recompute:
         first = len(token_ids) - options.last
         yield recompute(model, token_ids, options.window, options.stride, first, options.lead)
+    if options.single:
+        spread = torch.linspace(len(token_ids) - options.last, len(token_ids) - 1, options.single)
+        yield recompute_single(model, token_ids, options.window, spread.long().tolist())
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from window_oracle import oracle_logits
 from checkpoints import one_thread, save_tiny_checkpoint, write_words
 from conftest import tiny_llama
 from kvplus_eval import streaming
+from kvplus_eval.results import read_rows
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "streaming_chat.py"
 
@@ -62,6 +63,24 @@ def test_the_yardstick_reads_the_latest_tokens_and_scores_new_ones(model, lead):
 
 
 @torch.inference_mode()
+def test_a_reading_of_its_own_predicts_one_token_from_the_window_before_it(model):
+    ids = torch.randint(1, 128, (40,))
+    row = streaming.recompute_single(model, ids, window=10, positions=[7, 39])
+    for position, loss in zip([7, 39], row["losses"], strict=True):
+        logits = model(input_ids=ids[None, max(0, position - 10) : position]).logits[0, -1]
+        assert loss == pytest.approx(-logits.log_softmax(-1)[ids[position]].item(), abs=1e-5)
+
+
+def test_a_comparison_splits_at_the_trained_length():
+    row = {"strategy": "a", "first": 1, "losses": [1.0, 2.0, 3.0, 4.0]}
+    yardstick = {"strategy": "b", "stride": 2, "first": 3, "losses": [2.5, 4.5]}
+    before, after = streaming.compare(row, yardstick, boundary=4)
+    assert (before["tokens"], after["tokens"]) == (1, 1)
+    assert before["percent"] == pytest.approx(100 * (math.exp(0.5) - 1))
+    assert after["percent"] == pytest.approx(100 * (math.exp(-0.5) - 1))
+
+
+@torch.inference_mode()
 def test_a_cache_diverges_from_another_but_not_from_itself(model):
     ids = torch.randint(1, 128, (300,))
     same, other = (
@@ -80,13 +99,27 @@ def test_the_command_writes_rows_and_draws_them(checkpoint, tmp_path, capsys):
     strategies = ["--strategies", "window:28,sinks=4", "window:32,sinks=0"]
     streaming.main(
         [*shared, *strategies, "--chunk", "16", "--every", "64", "--rounds", "2", "--window", "32", "--stride", "16"]
-        + ["--recompute", "--out", rows]
+        + ["--recompute", "--single", "5", "--out", rows]
     )
     printed = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [row["strategy"] for row in printed] == ["window:28,sinks=4", "window:32,sinks=0", "recompute:32"]
-    assert all(row["finite"] and row["perplexity"] < math.inf and row["tokens"] == 64 for row in printed)
-    assert len(printed[0]["cache_bytes"]) == 1
-    assert len(Path(rows).read_text().splitlines()) == 3
+    summaries, comparisons = printed[:4], printed[4:]
+    assert [row["strategy"] for row in summaries] == [
+        "window:28,sinks=4", "window:32,sinks=0", "recompute:32", "recompute:32",
+    ]  # fmt: skip
+    assert [row["tokens"] for row in summaries] == [64, 64, 64, 5]
+    assert all(row["finite"] and row["perplexity"] < math.inf for row in summaries)
+    assert len(summaries[0]["cache_bytes"]) == 1
+    assert [row["tokens"] for row in comparisons] == [64, 64, 5, 5]
+    own, yardstick = (comparisons[0][name] for name in ("perplexity", "yardstick"))
+    assert own == pytest.approx(summaries[0]["perplexity"])
+    assert comparisons[0]["percent"] == pytest.approx(100 * (own / yardstick - 1))
+    published = read_rows(Path(rows))
+    assert [row["kind"] for row in published] == ["streaming"] * 4
+    assert [len(row["block_losses"]) for row in published[:3]] == [3, 3, 1]
+    assert [row["first"] for row in published[:3]] == [64, 64, 192]
+    assert published[3]["positions"][0] == 192
+    assert published[3]["positions"][-1] == 255
+    assert math.exp(published[0]["block_losses"][-1]) == pytest.approx(own, rel=1e-4)
     pytest.importorskip("matplotlib")
     streaming.main(["--plot", rows, "--image", image])
     assert Path(image).read_bytes().startswith(b"\x89PNG")
