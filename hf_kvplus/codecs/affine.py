@@ -19,11 +19,10 @@ from dataclasses import dataclass
 import torch
 
 from hf_kvplus.checks import require_choice, require_divisor, require_multiple
-from hf_kvplus.codecs.base import Codec, Packed, codecs
+from hf_kvplus.codecs.base import PER_CHANNEL, PER_TOKEN, Codec, Packed, codecs
+from hf_kvplus.codecs.compiled_encode import find_encoder
 from hf_kvplus.codecs.packing import PLANES, pack, packed_length, unpack
 
-PER_CHANNEL = "per_channel"
-PER_TOKEN = "per_token"
 HALF_MAX = torch.finfo(torch.float16).max
 
 
@@ -85,6 +84,13 @@ class AffineCodec(Codec):
 
     def encode(self, states: torch.Tensor, valid: torch.Tensor | None = None) -> Packed:
         """Quantizes and packs whole blocks; see `Codec.encode`."""
+        encoder = find_encoder() if states.device.type == "cpu" else None
+        if encoder and encoder.fits(states):
+            return encoder.encode_affine(self, states, valid)
+        return self.encode_by_operators(states, valid)
+
+    def encode_by_operators(self, states: torch.Tensor, valid: torch.Tensor | None = None) -> Packed:
+        """Does the same with PyTorch's operators, on any device."""
         lines = states.float().clamp(-HALF_MAX, HALF_MAX).nan_to_num(0.0)  # (b, h, n, tokens, channels)
         mask = None
         if self.axis == PER_CHANNEL:

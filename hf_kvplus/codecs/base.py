@@ -15,6 +15,9 @@ import torch
 
 from hf_kvplus.registry import Registry
 
+# Along which axis of a block the numbers that share a scale lie, and lines of codes.
+PER_CHANNEL, PER_TOKEN = "per_channel", "per_token"
+
 # name -> tensor of shape (batch, kv_heads, blocks, ...)
 Packed = dict[str, torch.Tensor]
 

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hf_kvplus.codecs.affine import PER_CHANNEL
-from hf_kvplus.codecs.base import Packed
+from hf_kvplus.codecs.base import PER_CHANNEL, Packed
 from hf_kvplus.codecs.levels import UNIFORM
 from hf_kvplus.codecs.log_scale import CHANNEL_STEPS, TOKEN_STEPS, from_log_scale
 from hf_kvplus.codecs.rotation import hadamard, hadamard_order
@@ -84,7 +83,7 @@ class Decoder:
         a[k.NBITS], a[k.CHANNEL_MAJOR] = codec.nbits, codec.axis == PER_CHANNEL
         a[k.ORDER] = 1 if rotation is None else hadamard_order(channels)
         # The factor of the whole matrix goes into the small one.
-        matrix = _small_rotation(a[k.ORDER])
+        matrix = small_rotation(a[k.ORDER])
         a[k.MATRIX] = matrix.data_ptr()
         a[k.TABLE], a[k.LEVELS] = codec.levels != UNIFORM, levels.data_ptr()
         a[k.SCALES], a[k.TOKEN_SCALES] = self.channel_scales.data_ptr(), self.token_scales.data_ptr()
@@ -107,7 +106,7 @@ def _dense_lines(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @cache
-def _small_rotation(order: int) -> torch.Tensor:
+def small_rotation(order: int) -> torch.Tensor:
     """Returns the Hadamard matrix of 16, scaled as the one of `order` is."""
     return (hadamard(16) * (16 / order) ** 0.5).contiguous()
 

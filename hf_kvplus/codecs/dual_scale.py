@@ -28,6 +28,7 @@ from hf_kvplus.checks import require_at_least, require_choice, require_multiple
 from hf_kvplus.codecs.affine import HALF_MAX, PER_CHANNEL, PER_TOKEN
 from hf_kvplus.codecs.base import Codec, Packed, codecs
 from hf_kvplus.codecs.compiled import find_decoder
+from hf_kvplus.codecs.compiled_encode import find_encoder
 from hf_kvplus.codecs.feedback import round_with_feedback
 from hf_kvplus.codecs.levels import LLOYD_MAX, UNIFORM, level_table, nearest_codes
 from hf_kvplus.codecs.log_scale import (
@@ -123,6 +124,13 @@ class DualScaleCodec(Codec):
 
     def encode(self, states: torch.Tensor, valid: torch.Tensor | None = None) -> Packed:
         """Normalizes, quantizes and packs whole blocks; see `Codec.encode`."""
+        encoder = find_encoder() if states.device.type == "cpu" and self.metric is None else None
+        if encoder and encoder.fits(states):
+            return encoder.encode_dual_scale(self, states, valid)
+        return self.encode_by_operators(states, valid)
+
+    def encode_by_operators(self, states: torch.Tensor, valid: torch.Tensor | None = None) -> Packed:
+        """Does the same with PyTorch's operators, on any device."""
         normal = states.float().nan_to_num(0.0).clamp(-HALF_MAX, HALF_MAX)
         weight = None if valid is None else valid[:, None, :, :, None].float()  # (b, 1, n, tokens, 1)
         if weight is not None:

@@ -69,7 +69,7 @@ CODES_BYTES = MOST_TOKENS * MOST_CHANNELS
 ROW_BYTES = 4 * MOST_CHANNELS
 
 
-def _pointer(name: str, number: types.Type) -> Any:
+def address_type(name: str, number: types.Type) -> Any:
     """Returns a function that turns an address into a pointer to numbers."""
 
     def typing(context: Any, address: Any) -> Any:
@@ -82,9 +82,9 @@ def _pointer(name: str, number: types.Type) -> Any:
     return intrinsic(typing)
 
 
-as_bytes = _pointer("as_bytes", types.uint8)
-as_signed_bytes = _pointer("as_signed_bytes", types.int8)
-as_floats = _pointer("as_floats", types.float32)
+as_bytes = address_type("as_bytes", types.uint8)
+as_signed_bytes = address_type("as_signed_bytes", types.int8)
+as_floats = address_type("as_floats", types.float32)
 
 
 @intrinsic(prefer_literal=True)
