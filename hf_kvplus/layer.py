@@ -48,6 +48,8 @@ class KVLayer(CacheLayerMixin):
 
     is_compileable = False
     is_croppable = True
+    # What queries see before column `visible` while they are answered from the layer itself; see `SinkWindowLayer`.
+    lead: States | None = None
 
     def __init__(
         self,
@@ -144,6 +146,11 @@ class KVLayer(CacheLayerMixin):
         """Column of the first token that is still held (sinks aside)."""
         return self.packed_tokens - self.packed_blocks * self.block_tokens
 
+    @property
+    def lead_tokens(self) -> int:
+        """Slots of `lead`."""
+        return self.lead["keys"].shape[2] if self.lead else 0
+
     def get_seq_length(self) -> int:
         """Returns the tokens seen, whether or not all are still held."""
         return self.cumulative_length
@@ -198,7 +205,7 @@ class KVLayer(CacheLayerMixin):
         """Stores new states and returns stand-ins; whoever reads this layer for them calls `finish_update` then."""
         self.recent.append({name: tensor.detach() for name, tensor in new.items()})
         self.cumulative_length += new["keys"].shape[2]
-        length = self.cumulative_length - visible
+        length = self.lead_tokens + self.cumulative_length - visible
         shapes = [(self.batch_size, heads, length, channels) for heads, channels in self.shapes.values()]
         keys, values = handover.offer(self, shapes, visible)
         return keys, values

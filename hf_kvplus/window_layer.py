@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from hf_kvplus.codecs import Codec
+from hf_kvplus.handover import handover
 from hf_kvplus.layer import KVLayer, States
 from hf_kvplus.policies.padding import RowPadding
 from hf_kvplus.policies.sink_window import DENSE, SHIFTED, SinkWindowPolicy
@@ -93,7 +94,8 @@ class SinkWindowLayer(KVLayer):
         exact = policy.prefill != DENSE or self.record_past
         if query_length == 1 or not exact or not policy.evicts(seen, query_length):
             return MaskPlan(seen, query_length, first, policy.lead(seen))
-        copies = query_length if self.rotation else 1
+        # One mask serves all layers, those without RoPE too.
+        copies = query_length if policy.positions == SHIFTED else 1
         return MaskPlan(
             seen,
             query_length,
@@ -145,10 +147,18 @@ class SinkWindowLayer(KVLayer):
         self.sinks.capture(
             {name: tensor.detach() for name, tensor in new.items()}, self.padding.counts, plan.seq_length
         )
+        if handover.reader is not None and self.cumulative_length and handover.reader.accepts(self, key_states):
+            self.lead = self._lead_states(plan) if plan.lead else None
+            return self._hand_over(new, plan.first_column)
         window = self._append(new, plan.first_column)
         states = self._with_sinks(window, plan)
         self._settle()
         return states["keys"], states["values"]
+
+    def finish_update(self) -> None:
+        """Packs and evicts what is due once the queries have been answered, see `KVLayer.finish_update`."""
+        self.lead = None
+        super().finish_update()
 
     def _observe_rows(self, asked: MaskPlan | None, attention_kwargs: Any, query_length: int) -> None:
         """Finds each row's first real token, from the padding mask if transformers looked it up, else by positions."""
@@ -188,23 +198,29 @@ class SinkWindowLayer(KVLayer):
         """Puts each row's sinks before the window."""
         if not plan.lead:
             return window
-        sinks = self._repeated_sinks(plan) if plan.copies else self._right_aligned_sinks(plan)
-        length = window["keys"].shape[2]
-        if not self.codecs and length == len(self.recent) and not self.record_past and not torch.is_grad_enabled():
+        sinks = self._lead_states(plan)
+        whole = not self.codecs and window["keys"].shape[2] == len(self.recent) and plan.lead <= self.recent.lead
+        if whole and not self.record_past and not torch.is_grad_enabled():
             return self.recent.prefixed(sinks)
         return {name: torch.cat([sinks[name], tensor], dim=2) for name, tensor in window.items()}
+
+    def _lead_states(self, plan: MaskPlan) -> States:
+        """Returns the sinks as the `plan.lead` slots before the window."""
+        return self._repeated_sinks(plan) if plan.copies else self._right_aligned_sinks(plan)
 
     def _repeated_sinks(self, plan: MaskPlan) -> States:
         """Returns the sinks once, or once per query at the distance that query sees them, `copies * sinks` slots."""
         count = self.policy.num_sink_tokens
         sinks = {name: tensor[:, :, :count] for name, tensor in self.sinks.fields().items()}
-        if not self.rotation:
+        if plan.copies == 1:
             return sinks
+        repeated = {name: tensor.repeat(1, 1, plan.copies, 1) for name, tensor in sinks.items()}
+        if not self.rotation:
+            return repeated
         begins = self.padding.counts[:1] if self.padding.uniform else self.padding.counts
         seen = range(plan.seq_length + 1, plan.seq_length + plan.query_length + 1)
         evicted = [[max(0, end - begin - self.policy.most_visible) for end in seen] for begin in begins]
-        values = sinks["values"].repeat(1, 1, plan.copies, 1)
-        return {"keys": self.rotation.forward(sinks["keys"], evicted), "values": values}
+        return {"keys": self.rotation.forward(sinks["keys"], evicted), "values": repeated["values"]}
 
     def _right_aligned_sinks(self, plan: MaskPlan) -> States:
         """Returns the sinks before the window, in the last of each row's `plan.lead` slots; the mask hides others."""
@@ -239,9 +255,11 @@ class SinkWindowLayer(KVLayer):
         """
         first = self.policy.first_visible(self.cumulative_length) if visible is None else visible
         window = dict(zip(("keys", "values"), super().dense(first), strict=True))
+        sinks = self.lead  # of the queries that are being answered, if there are any
         plan = MaskPlan(self.cumulative_length, 0, first, min(first, self.policy.num_sink_tokens))
-        if plan.lead:
+        if sinks is None and plan.lead:
             sinks = self._right_aligned_sinks(plan)
+        if sinks:
             window = {name: torch.cat([sinks[name], tensor], dim=2) for name, tensor in window.items()}
         return window["keys"], window["values"]
 

@@ -1,11 +1,14 @@
 """What all attention kernels have in common: the call, and what of a layer is seen.
 
 A kernel is called after the new states were put behind the layer's recent ones, and before anything of them is packed.
-A layer is read in three parts, whose columns don't overlap:
+A layer is read in parts, whose columns don't overlap:
 
     packed blocks   columns from `first_stored` to `packed_tokens`, without the columns that each row's sinks stand for
     sinks           columns `padding[row]` to `padding[row] + num_sink_tokens`, up to `packed_tokens`
     recent          columns from `packed_tokens` on
+
+A window with sinks has one more, `layer.lead`: the sinks that lie before the window, as the queries see them (turned
+along RoPE, perhaps once per query). They have the mask's first slots, before that of column `visible`.
 """
 
 from __future__ import annotations
@@ -54,9 +57,9 @@ class Kernel(Protocol):
             layer: Its last `queries` recent tokens are those of the queries.
             query: `(batch, heads, queries, head_dim)`, in the dtype of the layer.
             scoring: How scores come about.
-            mask: `(batch or 1, 1, queries, total - visible)` bool, `True` where a token is seen; `None` if each query
-                sees all columns from `visible` to its own.
-            visible: First column that any query sees.
+            mask: `(batch or 1, 1, queries, layer.lead_tokens + total - visible)` bool, `True` where a token is seen;
+                `None` if each query sees `layer.lead` and all columns from `visible` to its own.
+            visible: First column that any query sees, `layer.lead` aside.
 
         Returns:
             `(batch, queries, heads, value_head_dim)`, in the dtype of the query; 0 for a query that sees nothing.

@@ -147,7 +147,7 @@ class CPUKernel:
         kv_heads = layer.shapes["keys"][0]
         pairs = batch * kv_heads
         threads = torch.get_num_threads()
-        tiles = a[slots.PACKED_TILES] + a[slots.RECENT_TILES] + a[slots.SINK_TILES]
+        tiles = a[slots.PACKED_TILES] + a[slots.RECENT_TILES] + a[slots.SINK_TILES] + a[slots.LEAD_TILES]
         a[slots.PIECE_FIRST], a[slots.PIECE_LAST] = 0, tiles
         shares = max(1, min(math.ceil(SHARES_PER_THREAD * threads / pairs), tiles // 4)) if threads > 1 else 1
         partial = pairs * shares * chunks * pass_rows
@@ -228,6 +228,8 @@ class CPUKernel:
         a[slots.PACKED_TILES] = max(0, layer.packed_blocks - a[slots.FIRST_TILE])
         a[slots.RECENT_TOKENS], a[slots.RECENT_TILES] = recent, -(-recent // tokens)
         a[slots.SINK_TOKENS], a[slots.SINK_TILES] = sinks, -(-sinks // tokens)
+        a[slots.LEAD_TOKENS], a[slots.LEAD_TILES] = layer.lead_tokens, -(-layer.lead_tokens // tokens)
+        a[slots.FIRST_SLOT] = visible - layer.lead_tokens
         self.workspace.padding = torch.tensor(layer.padding.counts, dtype=torch.int64)
         a[slots.PADDING] = self.workspace.padding.data_ptr()
         self._set_tensor(slots.RECENT_KEYS, layer.recent.get("keys"))
@@ -235,6 +237,9 @@ class CPUKernel:
         if sinks:
             self._set_tensor(slots.SINK_KEYS, layer.sinks.get("keys"))
             self._set_tensor(slots.SINK_VALUES, layer.sinks.get("values"))
+        if layer.lead:
+            self._set_tensor(slots.LEAD_KEYS, layer.lead["keys"])
+            self._set_tensor(slots.LEAD_VALUES, layer.lead["values"])
         if layer.packed_blocks:
             self._set_packed(layer, "keys", slots.KEY_CODES, slots.KEY_ROTATION)
             self._set_packed(layer, "values", slots.VALUE_CODES, slots.VALUE_ROTATION)

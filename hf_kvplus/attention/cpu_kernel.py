@@ -175,7 +175,7 @@ def _build(form: KernelForm, sources: int) -> Any:
         base, me = scratch(size), a[slots.SELF]
         queries, per_head, shares = a[slots.QUERIES], a[slots.QUERIES_PER_HEAD], a[slots.SHARES]
         all_rows, padded_rows = queries * per_head, a[slots.ROW_CHUNKS] * rows
-        tiles = a[slots.PACKED_TILES] + a[slots.RECENT_TILES] + a[slots.SINK_TILES]
+        tiles = a[slots.PACKED_TILES] + a[slots.RECENT_TILES] + a[slots.SINK_TILES] + a[slots.LEAD_TILES]
         softcap = read_float(me + 8 * slots.SOFTCAP)
         one = np.float32(1)
         while True:
@@ -213,8 +213,9 @@ def _build(form: KernelForm, sources: int) -> Any:
                     # Scores
                     block, start = np.int64(-1), np.int64(0)
                     gap_first, gap_last = np.int64(0), np.int64(0)
-                    limit, count = a[slots.TOTAL], np.int64(tokens)
+                    limit, count, visible = a[slots.TOTAL], np.int64(tokens), a[slots.VISIBLE]
                     recent = tile - a[slots.PACKED_TILES]
+                    lead = recent - a[slots.RECENT_TILES] - a[slots.SINK_TILES]
                     if recent < 0:
                         block = tile + a[slots.FIRST_TILE]
                         column = a[slots.FIRST_STORED] + block * tokens
@@ -227,6 +228,12 @@ def _build(form: KernelForm, sources: int) -> Any:
                         column, count = a[slots.PACKED_TOKENS] + start, min(count, a[slots.RECENT_TOKENS] - start)
                         keys_at = locate(me, slots.RECENT_KEYS, batch, head, start, key_line)
                         values_at = locate(me, slots.RECENT_VALUES, batch, head, start, value_line)
+                    elif lead >= 0:
+                        start = lead * tokens
+                        column, count = a[slots.FIRST_SLOT] + start, min(count, a[slots.LEAD_TOKENS] - start)
+                        visible = column
+                        keys_at = locate(me, slots.LEAD_KEYS, batch, head, start, key_line)
+                        values_at = locate(me, slots.LEAD_VALUES, batch, head, start, value_line)
                     else:
                         start = (recent - a[slots.RECENT_TILES]) * tokens
                         column, count = padding + start, min(count, a[slots.SINK_TOKENS] - start)
@@ -259,13 +266,14 @@ def _build(form: KernelForm, sources: int) -> Any:
                     if softcap > 0:
                         cap_scores(scores, softcap, tile_scores)
                     # Probabilities
-                    first = a[slots.VISIBLE] - column
+                    first = visible - column
                     for row in range(rows):
                         i = min((first_row + row) // per_head, queries - 1)
                         last = min(count, limit - column)
                         mask = np.int64(0)
                         if a[slots.MASK]:
-                            mask = a[slots.MASK] + batch * a[slots.MASK_B] + i * a[slots.MASK_Q] + first * np.int64(-1)
+                            mask = a[slots.MASK] + batch * a[slots.MASK_B] + i * a[slots.MASK_Q]
+                            mask += column - a[slots.FIRST_SLOT]
                         else:
                             last = min(last, a[slots.TOTAL] - queries + i + 1 - column)
                         line = scores + 4 * row * tokens

@@ -28,6 +28,7 @@ from hf_kvplus.checks import require_choice
 from hf_kvplus.codecs import Codec
 from hf_kvplus.handover import Encode, handover
 from hf_kvplus.layer import KVLayer
+from hf_kvplus.window_layer import SinkWindowLayer
 
 NAME = "kvplus"
 # Where a model keeps what undoes this; it goes along when a model is copied.
@@ -140,7 +141,7 @@ class KernelReader:
         """Whether the kernel reads this layer; says why not."""
         if self.shares:
             reason = "layers of this model read each other's states"
-        elif type(layer).update is not KVLayer.update:
+        elif type(layer).update not in (KVLayer.update, SinkWindowLayer.update):
             reason = f"{type(layer).__name__} is read in its own way"
         else:
             reason = self.kernel_for(layer).refuses(layer)

@@ -87,7 +87,7 @@ class ReferenceKernel:
             scores = part.scores(grouped) * scoring.scaling  # (b, kv, n, q, tokens)
             if scoring.softcap:
                 scores = torch.tanh(scores / scoring.softcap) * scoring.softcap
-            seen = self._seen(part, mask, visible, queries, layer.cumulative_length)
+            seen = self._seen(part, mask, visible - layer.lead_tokens, queries, layer.cumulative_length)
             scores = scores.masked_fill(~seen[:, None, None], -torch.inf)
             state = _join(state, scores, part)
         largest, total, output = state
@@ -99,13 +99,13 @@ class ReferenceKernel:
         output = torch.where(total > 0, output / total, 0.0)
         return output.flatten(1, 2).transpose(1, 2).to(query.dtype).contiguous()
 
-    def _seen(self, part: Part, mask: torch.Tensor | None, visible: int, queries: int, total: int) -> torch.Tensor:
-        """Returns which tokens of a part each query sees, `(batch or 1, queries, tokens)`."""
-        seen = (part.seen & (part.columns >= visible) & (part.columns < total))[:, None]
+    def _seen(self, part: Part, mask: torch.Tensor | None, first: int, queries: int, total: int) -> torch.Tensor:
+        """Returns which tokens of a part each query sees, `(batch or 1, queries, tokens)`; `first`: the mask's."""
+        seen = (part.seen & (part.columns < total))[:, None]
         if mask is None:
             last = torch.arange(total - queries, total, device=part.columns.device)
             return seen & (part.columns[:, None] <= last[:, None])
-        index = (part.columns - visible).clamp(0, mask.shape[3] - 1)
+        index = (part.columns - first).clamp(0, mask.shape[3] - 1)
         rows = max(len(index), len(mask))
         index = index[:, None].expand(rows, mask.shape[2], -1)
         return seen & mask[:, 0].expand(rows, -1, -1).gather(2, index)
@@ -130,6 +130,11 @@ def parts(layer: KVLayer, visible: int, dtype: torch.dtype) -> Iterator[Part]:
     device = layer.recent.get("keys").device
     padding = torch.tensor(layer.padding.counts, device=device)[:, None]
     sinks = layer.num_sink_tokens if len(layer.sinks) else 0
+    if layer.lead:
+        # They stand directly before the window, whatever columns they come from.
+        columns = torch.arange(visible - layer.lead_tokens, visible, device=device)[None]
+        keys, values = (layer.lead[name].to(dtype) for name in ("keys", "values"))
+        yield Part(keys, values, columns, torch.ones_like(columns, dtype=torch.bool))
     if layer.packed_blocks:
         projections = [getattr(layer.codecs[name], "projection", None) for name in ("keys", "values")]
         slab_tokens = LATENT_SLAB_TOKENS if None not in projections else SLAB_TOKENS
@@ -141,15 +146,15 @@ def parts(layer: KVLayer, visible: int, dtype: torch.dtype) -> Iterator[Part]:
             columns = (
                 torch.arange(keys.shape[2], device=device)[None] + layer.first_stored + start * layer.block_tokens
             )
-            seen = (columns < padding) | (columns >= padding + sinks)
+            seen = ((columns < padding) | (columns >= padding + sinks)) & (columns >= visible)
             yield Part(keys, values, columns, seen, *projections)
     if sinks:
         columns = padding + torch.arange(sinks, device=device)
         keys, values = (layer.sinks.get(name).to(dtype) for name in ("keys", "values"))
-        yield Part(keys, values, columns, columns < layer.packed_tokens)
+        yield Part(keys, values, columns, (columns >= visible) & (columns < layer.packed_tokens))
     keys, values = (layer.recent.get(name).to(dtype) for name in ("keys", "values"))
     columns = torch.arange(layer.packed_tokens, layer.cumulative_length, device=device)[None]
-    yield Part(keys, values, columns, torch.ones_like(columns, dtype=torch.bool))
+    yield Part(keys, values, columns, columns >= visible)
 
 
 def _decode(layer: KVLayer, name: str, start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:

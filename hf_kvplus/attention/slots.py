@@ -46,4 +46,8 @@ KEY_ROTATION, VALUE_ROTATION, OCTAVES = range(80, 83)
 # an earlier run left it, one that ends later leaves it for a later run; STATES: address of room for that, by task.
 PIECE_FIRST, PIECE_LAST, STATES = range(83, 86)
 
-COUNT = 86
+# Sinks before a window, as its queries see them, and the column that the mask's first slot stands for.
+LEAD_KEYS, LEAD_KEYS_B, LEAD_KEYS_H, LEAD_VALUES, LEAD_VALUES_B, LEAD_VALUES_H = range(86, 92)
+LEAD_TOKENS, LEAD_TILES, FIRST_SLOT = range(92, 95)
+
+COUNT = 95

@@ -20,6 +20,7 @@ from hf_kvplus.codecs.dual_scale import DualScaleCodec
 from hf_kvplus.codecs.identity import IdentityCodec
 from hf_kvplus.codecs.levels import UNIFORM
 from hf_kvplus.layer import KVLayer
+from hf_kvplus.policies import SinkWindowPolicy
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MOST_CHANNELS = 256
@@ -101,6 +102,8 @@ class TritonKernel:
                 return f"the Triton kernel doesn't read {name} in {codec.describe()} with a head size of {channels}"
         if layer.block_tokens > MOST_BLOCK_TOKENS:
             return f"the Triton kernel takes blocks of up to {MOST_BLOCK_TOKENS} tokens, got {layer.block_tokens}"
+        if isinstance(layer.policy, SinkWindowPolicy):
+            return "the Triton kernel doesn't read windows with sinks"
         return None
 
     def attend(

@@ -167,6 +167,12 @@ def test_queries_may_be_views(kernel):
     check(kernel, layer, torch.randn(1, 4, 64, 1).transpose(2, 3))
 
 
+def window_layer():
+    layer = build_cache("window:90", LlamaConfig(num_hidden_layers=1)).layers[0]
+    layer.update(*torch.randn(2, 1, 2, 4, 16).unbind(0))
+    return layer
+
+
 def test_results_dont_depend_on_the_division():
     layer, query, scoring = make_layer(600, kv_heads=1), torch.randn(1, 4, 1, 64), Scoring(0.125)
     outputs = [TritonKernel(Launch(processors=count)).attend(layer, query, scoring, None, 0) for count in (1, 2, 1000)]
@@ -180,8 +186,9 @@ def test_results_dont_depend_on_the_division():
         (make_layer(70, dtype=torch.float64), "float64"),
         (make_layer(70, head_dim=264), "up to 256"),
         (make_layer(400, group_size=136), "up to 128 tokens"),
+        (window_layer(), "windows with sinks"),
     ],
-    ids=["dtype", "head-size", "block"],
+    ids=["dtype", "head-size", "block", "window"],
 )
 def test_what_isnt_read_is_refused_with_the_reason(kernel, layer, reason):
     assert reason in kernel.refuses(layer)

@@ -77,7 +77,8 @@ def shifted_logits(
         groups = module.num_key_value_groups
         keys, values = keys.repeat_interleave(groups, 1), values.repeat_interleave(groups, 1)
         index = columns.clamp(max=ids.shape[1] - 1)[:, None, :, None].expand(-1, keys.shape[1], -1, keys.shape[3])
-        turned = _turn(keys.gather(2, index), moved, inv_freq)  # (batch, heads, query, sinks, head_dim)
+        turns = moved if getattr(module, "use_rope", True) else torch.zeros_like(moved)
+        turned = _turn(keys.gather(2, index), turns, inv_freq)  # (batch, heads, query, sinks, head_dim)
         scores = query_states @ keys.transpose(2, 3) * scaling
         sink_scores = torch.einsum("bhqd,bhqsd->bhqs", query_states, turned) * scaling
         lowest = torch.finfo(scores.dtype).min
