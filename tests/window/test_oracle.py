@@ -39,14 +39,14 @@ def architectures(draw):
 
 @st.composite
 def workloads(draw):
-    """Draws a batch: tokens, left padding per row, chunks, window, sinks."""
+    """Draws a batch: tokens, left padding per row, chunks, window, sinks, tokens that could be rolled back."""
     total = draw(st.integers(2, 48))
     padding = draw(st.lists(st.integers(0, total - 1), min_size=1, max_size=3))
     chunks, left = [], total
     while left:
         chunks.append(draw(st.integers(1, left)))
         left -= chunks[-1]
-    return total, padding, chunks, draw(st.integers(1, 20)), draw(st.integers(0, 5))
+    return total, padding, chunks, draw(st.integers(1, 20)), draw(st.integers(0, 5)), draw(st.sampled_from([0, 3, 9]))
 
 
 def batch(total, padding, seed):
@@ -62,15 +62,15 @@ def batch(total, padding, seed):
 @given(config=architectures(), workload=workloads(), seed=st.integers(0, 2**16))
 @settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 def test_any_feeding_equals_the_oracle(positions, config, workload, seed):
-    total, padding, chunks, window, sinks = workload
+    total, padding, chunks, window, sinks, rollback = workload
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config).eval()
     ids, mask = batch(total, padding, seed)
     oracle = shifted_logits if positions == "shifted" else oracle_logits
     with torch.inference_mode():
         expected = oracle(model, ids, mask, window, sinks)
-        cache = build_cache(f"window:{window},sinks={sinks},positions={positions}", config)
-        got = cached_logits(model, ids, mask, cache, chunks)
+        strategy = f"window:{window},sinks={sinks},positions={positions},rollback={rollback}"
+        got = cached_logits(model, ids, mask, build_cache(strategy, config), chunks)
     difference = ((got - expected) * mask[..., None]).abs().max().item()
     assert difference < TOLERANCE
 
@@ -91,13 +91,22 @@ def test_the_oracle_sees_what_the_window_hides(implementation):
     assert (narrow - shifted).abs().max() > 100 * TOLERANCE
 
 
-def test_layers_without_rope_leave_their_sinks_alone():
+def test_layers_without_rope_leave_their_sinks_alone_behind_the_same_mask():
     config = SmolLM3Config(
         vocab_size=61, hidden_size=32, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, initializer_range=0.25, no_rope_layers=[1, 0], pad_token_id=0,
     )  # fmt: skip
     cache = build_cache("window:8,sinks=2,positions=shifted", config)
     assert [layer.rotation is not None for layer in cache.layers] == [True, False]
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    ids, mask = batch(40, [0, 17], 5)
+    for chunks in ([40], [1] * 40, [11, 1, 20, 8]):
+        cache = build_cache("window:8,sinks=2,positions=shifted", config)
+        with torch.inference_mode():
+            got = cached_logits(model, ids, mask, cache, chunks)
+            expected = shifted_logits(model, ids, mask, 8, 2)
+        assert ((got - expected) * mask[..., None]).abs().max() < TOLERANCE
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
