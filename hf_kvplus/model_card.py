@@ -26,7 +26,7 @@ from hf_kvplus.estimate import estimate_memory
 from hf_kvplus.plots import plot_bytes, plot_loss
 from hf_kvplus.registry import Registry
 from hf_kvplus.report import BYTES_PICTURE, LOSS_PICTURE, markdown_table, require_comparable
-from hf_kvplus.units import format_bytes, format_number, format_percent
+from hf_kvplus.units import format_bytes, format_count, format_number, format_percent
 
 Row = Mapping[str, Any]
 
@@ -203,8 +203,9 @@ def _head(row: Row) -> str:
     return (
         "## Cache memory\n\n"
         f"What key/value caches of this model take and cost, measured with hf_kvplus on {row['date'][:10]}: "
-        f"{model['name']}, revision {model['revision']}, {model['dtype']}; {protocol['windows']} windows of "
-        f"{protocol['window_tokens']} tokens of {text['name']} (SHA-256 `{text['sha256']}`), fed in chunks of "
+        f"{model['name']}, revision {model['revision']}, {model['dtype']}; "
+        f"{format_count(protocol['windows'], 'window')} of {protocol['window_tokens']} tokens of {text['name']} "
+        f"(SHA-256 `{text['sha256']}`), fed in chunks of "
         f"{protocol['chunk_tokens']} through the cache. {device['name']}, {device['threads']} threads; {versions}."
     )
 

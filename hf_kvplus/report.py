@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_kvplus.plots import plot_bytes, plot_loss
-from hf_kvplus.units import format_bytes, format_number, format_percent
+from hf_kvplus.units import format_bytes, format_count, format_number, format_percent
 
 Row = dict[str, Any]
 
@@ -72,8 +72,8 @@ def _head(row: Row) -> str:
         f"# Cache evaluation: {model['name']}\n\n"
         f"- Model: {model['how']}, revision {model['revision']}, {model['dtype']}, attention `{model['attention']}`\n"
         f"- Text: {text['name']}, SHA-256 `{text['sha256']}`\n"
-        f"- Protocol: {protocol['windows']} windows of {protocol['window_tokens']} tokens, fed in chunks of "
-        f"{protocol['chunk_tokens']} through the cache, each window with a fresh one\n"
+        f"- Protocol: {format_count(protocol['windows'], 'window')} of {protocol['window_tokens']} tokens, fed in "
+        f"chunks of {protocol['chunk_tokens']} through the cache, each window with a fresh one\n"
         f"- Time: prefill of one window in chunks of {protocol['prefill_chunk_tokens']}, then "
         f"{protocol['decode_tokens']} greedy tokens; medians of {protocol['timing_rounds']} rounds in which all "
         f"strategies take turns\n"

@@ -30,6 +30,11 @@ def format_bytes(count: float | None) -> str:
     return f"{count / KIB:.2f} GiB"
 
 
+def format_count(number: int, thing: str) -> str:
+    """Writes how many there are of a thing: `1 window`, `4 windows`."""
+    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
+
+
 def format_number(value: float | int | None, digits: int = 3) -> str:
     """Writes a number plainly where that is readable, in powers of ten where it is tiny or huge.
 

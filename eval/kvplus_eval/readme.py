@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hf_kvplus.report import markdown_table
-from hf_kvplus.units import format_bytes, format_number, format_percent
+from hf_kvplus.units import format_bytes, format_count, format_number, format_percent
 from kvplus_eval.results import Row, read_rows
 
 BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
@@ -32,8 +32,8 @@ def results_section(rows: Sequence[Row]) -> str:
     model, text, protocol = good[0]["model"], good[0]["text"], good[0]["protocol"]
     head = ("strategy", "stored bits", "packed bits", "cache of full", "KL to full", "perplexity", "same top token")
     caption = (
-        f"{model['name']}, {protocol['windows']} windows of {protocol['window_tokens']} tokens of {text['name']} "
-        f"(SHA-256 `{text['sha256'][:12]}`), fed in chunks of {protocol['chunk_tokens']}; full cache "
+        f"{model['name']}, {format_count(protocol['windows'], 'window')} of {protocol['window_tokens']} tokens of "
+        f"{text['name']} (SHA-256 `{text['sha256'][:12]}`), fed in chunks of {protocol['chunk_tokens']}; full cache "
         f"{format_bytes(good[0]['metrics']['cache_bytes'])}."
     )
     return f"{caption}\n\n{markdown_table(head, [_cells(row) for row in good])}"

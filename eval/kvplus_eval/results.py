@@ -19,7 +19,7 @@ Schema `kvplus-eval/1`, kind `eval`:
                               file's bytes, as sha256sum prints it; null without a file), characters
     suite, protocol           name of the suite or null; the fields of `Protocol`
     versions, device          library -> version or null; type, name, threads, processes
-    git_commit                of this package's checkout, with `+changes` when files differ, or null
+    git_commit                of this package's checkout, with `+changes` when its code differs, or null
     question                  fingerprint of all that the figures depend on, strategies apart, the code included
 
 Version 1 may gain keys, which older rows lack; a key that changes its meaning or goes makes version 2.
@@ -195,7 +195,9 @@ def git_commit() -> str | None:
     if _git(package, "ls-files", "--error-unmatch", "__init__.py") is None:
         return None
     commit = _git(package, "rev-parse", "--short=12", "HEAD")
-    changes = _git(package, "status", "--porcelain", "--untracked-files=no")
+    # A run that writes into the checkout, as `make results` does, changes no code
+    code = (":/hf_kvplus", ":/eval/kvplus_eval", ":/eval/suites")
+    changes = _git(package, "status", "--porcelain", "--untracked-files=no", "--", *code)
     return f"{commit}+changes" if commit and changes else commit
 
 
