@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import types
 
 import pytest
@@ -50,17 +51,22 @@ def test_total_bytes_are_those_of_every_reachable_tensor(strategy, chunk):
     assert measure_memory(cache).total_bytes == reachable_bytes(cache) > 0
 
 
+def allocated_bytes(profiler, folder) -> int:
+    """Sums what the allocator gave out less what it took back; older torch credits some of it to two operators."""
+    profiler.export_chrome_trace(str(folder / "trace.json"))
+    events = json.loads((folder / "trace.json").read_text())["traceEvents"]
+    return sum(event["args"]["Bytes"] for event in events if event["name"] == "[memory]")
+
+
 @pytest.mark.parametrize("strategy", OURS)
-def test_total_bytes_agree_with_the_allocator(strategy):
+def test_total_bytes_agree_with_the_allocator(strategy, tmp_path):
     config = tiny_llama_config(num_key_value_heads=4)
     fill(build_cache(strategy, config), config, 256)  # what a first call allocates once isn't the cache's
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         cache = build_cache(strategy, config)
         fill(cache, config, 4096, 1024)
         gc.collect()
-    # Operators carry what they allocate; releases between them are events of their own.
-    allocated = sum(event.self_cpu_memory_usage for event in profiler.events())
-    assert measure_memory(cache).total_bytes == pytest.approx(allocated, rel=0.01)
+    assert measure_memory(cache).total_bytes == pytest.approx(allocated_bytes(profiler, tmp_path), rel=0.01)
 
 
 def test_int4_takes_at_most_16_hundredths_of_full_precision_at_8k():

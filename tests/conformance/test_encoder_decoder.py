@@ -91,3 +91,29 @@ def test_a_pair_resets_reports_and_refuses_what_a_half_cannot():
     )
     with pytest.raises(TypeError, match="batch_select_indices"):
         static.batch_select_indices(torch.tensor([0]))
+
+
+@pytest.mark.parametrize("name", ["T5", "BART"])
+@pytest.mark.parametrize(("strategy", "loss"), [("fp", 5e-6), ("int8,recent=16", 0.1)])
+def test_a_row_whose_encoder_input_is_padded_says_what_it_says_alone(name, strategy, loss):
+    case = Case(zoo.ZOO[name], Strategy(strategy, loss))
+    tokens, context = case.tokens(2), case.context(2)
+    context["input_ids"][1, 70:], context["attention_mask"][1, 70:] = 0, 0
+    output = case.model.generate(
+        **context,
+        decoder_input_ids=tokens,
+        past_key_values=case.cache(),
+        max_new_tokens=12,
+        do_sample=False,
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
+    said = torch.stack(output.logits, dim=1)
+    for row, length in enumerate((zoo.ENCODER_TOKENS, 70)):
+        with torch.no_grad():
+            alone = case.model(
+                input_ids=context["input_ids"][row : row + 1, :length],
+                decoder_input_ids=output.sequences[row : row + 1],
+            ).logits[0, tokens.shape[1] - 1 : -1]
+        error, spread = (said[row] - alone).pow(2).mean().sqrt(), alone.std(-1).mean()
+        assert error <= loss * spread
