@@ -10,7 +10,8 @@ Source: Flash-Decoding, https://crfm.stanford.edu/2023/10/12/flashdecoding.html,
 FlashAttention, https://arxiv.org/abs/2205.14135, for the online softmax. What differs: scales go into the query and
 the probabilities, so that a code is only converted and multiplied; it is unpacked once for all queries of a head.
 
-Left out: integer dot products. Queries of 8 bits would lose more than int4 keys do, and conversion isn't the limit.
+Left out: integer dot products. A query would need three bytes to lose nothing, and cutting it up anew for each block
+costs most of what they save.
 """
 
 from __future__ import annotations
@@ -152,6 +153,7 @@ def _build(form: KernelForm, sources: int) -> Any:
         "packed_output": rows * value_channels,
         "sums": rows * LANES,
         "largest": rows * LANES,
+        "found": rows * LANES,
         "bias": value_groups * rows * LANES,
     }
     places, size = {}, 0
@@ -161,7 +163,7 @@ def _build(form: KernelForm, sources: int) -> Any:
     query_at, rotated_at, folded_query_at = places["query"], places["rotated_query"], places["folded_query"]
     scores_at, folded_at, bias_at = places["scores"], places["folded_scores"], places["bias"]
     output_at, packed_at = places["output"], places["packed_output"]
-    sums_at, largest_at = places["sums"], places["largest"]
+    sums_at, largest_at, found_at = places["sums"], places["largest"], places["found"]
     # Without a rotation both kinds of values are added up in one place.
     packed_at = packed_at if value_rotated else output_at
     rotated_at = rotated_at if key_rotated else query_at
@@ -280,17 +282,17 @@ def _build(form: KernelForm, sources: int) -> Any:
                         overlaps = gap_last > 0 and gap_first < tokens and gap_last > gap_first
                         if mask or first > 0 or last < tokens or overlaps:
                             hide(line, mask, mask, first, last, gap_first, gap_last, tokens)
-                        new, held = largest(line, tokens), read_float(base + largest_at + 4 * row)
-                        if new > held:
-                            shrink = np.float32(math.exp(held - new))
-                            scale(base + sums_at + 4 * row * LANES, shrink, LANES)
-                            scale(base + output_at + 4 * row * value_channels, shrink, value_channels)
-                            if value_rotated:
-                                scale(base + packed_at + 4 * row * value_channels, shrink, value_channels)
-                            write_float(base + largest_at + 4 * row, new)
-                            held = new
-                        shift = np.float32(0) if held == NOTHING else held
-                        exponentiate(line, base + sums_at + 4 * row * LANES, shift, tokens)
+                    if largest(scores, base + largest_at, base + found_at, tokens, rows):
+                        for row in range(rows):
+                            new, held = read_float(base + found_at + 4 * row), read_float(base + largest_at + 4 * row)
+                            if new > held:
+                                shrink = np.float32(math.exp(held - new))
+                                scale(base + sums_at + 4 * row * LANES, shrink, LANES)
+                                scale(base + output_at + 4 * row * value_channels, shrink, value_channels)
+                                if value_rotated:
+                                    scale(base + packed_at + 4 * row * value_channels, shrink, value_channels)
+                                write_float(base + largest_at + 4 * row, new)
+                    exponentiate(scores, base + sums_at, base + largest_at, tokens, rows)
                     # Output
                     if value_affine and block >= 0:
                         packed_output(

@@ -27,6 +27,7 @@ from hf_kvplus.attention.vectors import (
     LANES,
     LONG,
     Builder,
+    Places,
     Sums,
     Table,
     Value,
@@ -37,6 +38,7 @@ from hf_kvplus.attention.vectors import (
     hyperbolic_tangent,
     lane_numbers,
     largest_lane,
+    line_vectors,
     load,
     load_halves,
     load_levels,
@@ -46,13 +48,16 @@ from hf_kvplus.attention.vectors import (
     log_scales,
     maximum,
     multiply_add,
+    neighbours,
     offset,
     passes,
     pointer,
+    prefetch,
     read_factor,
     splat,
     steps,
     store,
+    store_places,
     store_states,
     sum_lanes,
     vector,
@@ -62,6 +67,10 @@ from hf_kvplus.attention.vectors import (
 CHANNEL_STEPS, TOKEN_STEPS = 8, 16
 ZERO = constant(FLOAT, 0.0)
 LOWEST = constant(FLOAT, float("-inf"))
+# Whether blocks are asked for while the ones before them are worked on.
+AHEAD = True
+# Tokens, where states aren't packed.
+DENSE_AHEAD = 8
 STATE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
@@ -272,15 +281,19 @@ def packed_scores(
 
     Scales and zero points are half precision. `folded`, as large as `query`, and `bias`, one a row, are scratch.
     """
-    vectors = tokens // groups // LANES
+    if AHEAD:
+        for source in (scale, zero):
+            prefetch(builder, offset(builder, source, 2 * channels * groups), 2 * channels * groups)
+    vectors = line_vectors(tokens, nbits) if groups == 1 else [neighbours(i) for i in range(tokens // LANES)]
+    each = len(vectors) // groups
     for group in range(groups):
         _fold_key_scales(builder, scale, zero, query, folded, bias, channels, rows, groups, group)
-        for chosen in passes(vectors, rows, nbits):
-            indices = [group * vectors + index for index in chosen]
-            sums = _score_codes(builder, codes, folded, nbits, channels, tokens, rows, indices)
-            for row, i in sums:
-                total = builder.fadd(sums[row, i], read_factor(builder, offset(builder, bias, 4 * row)))
-                store(builder, total, offset(builder, scores, 4 * (row * tokens + i * LANES)))
+        for indices in passes(each, rows, nbits):
+            chosen = [vectors[group * each + index] for index in indices]
+            sums = _score_codes(builder, codes, folded, nbits, channels, tokens, rows, chosen)
+            for row, places in sums:
+                total = builder.fadd(sums[row, places], read_factor(builder, offset(builder, bias, 4 * row)))
+                store_places(builder, total, offset(builder, scores, 4 * row * tokens), places)
 
 
 def _fold_key_scales(
@@ -319,24 +332,26 @@ def _score_codes(
     channels: int,
     tokens: int,
     rows: int,
-    indices: list[int],
+    chosen: list[Places],
     table: Table | None = None,
     shift: float = 0.0,
 ) -> Sums:
-    """Multiplies codes, or the levels they stand for, by the folded query, for the vectors of tokens at `indices`.
+    """Multiplies codes, or the levels they stand for, by the folded query, for `chosen` vectors of tokens.
 
     The codes of a channel lie side by side, so a vector of tokens is unpacked once and serves every row; the scores
     stay in registers until all channels are through.
     """
-    keys = [(row, i) for row in range(rows) for i in indices]
+    keys = [(row, places) for row in range(rows) for places in chosen]
     with accumulate(builder, channels, dict.fromkeys(keys, ZERO)) as (channel, sums):
         line = offset(builder, codes, builder.mul(channel, LONG(tokens * nbits // 8)))
-        numbers = {i: load_levels(builder, line, nbits, tokens, i, table, shift) for i in indices}
+        if AHEAD:
+            prefetch(builder, offset(builder, line, channels * tokens * nbits // 8))
+        numbers = {places: load_levels(builder, line, nbits, tokens, places, table, shift) for places in chosen}
         factors = offset(builder, folded, builder.mul(channel, LONG(4)))
         for row in range(rows):
             factor = read_factor(builder, offset(builder, factors, 4 * row * channels))
-            for i in indices:
-                sums[row, i] = multiply_add(builder, numbers[i], factor, sums[row, i])
+            for places in chosen:
+                sums[row, places] = multiply_add(builder, numbers[places], factor, sums[row, places])
     return sums
 
 
@@ -370,6 +385,9 @@ def dual_scores(
     `state[t, c] = (level[codes[c, t]] * channel_scale[c] + mean[c] * mean_scale) * token_scale[t]`; scales are bytes
     with a logarithm, means signed bytes. `folded`, as large as `query`, and `bias`, a number per row, are scratch.
     """
+    if AHEAD:
+        for source, size in ((channel_scale, channels), (mean, channels), (token_scale, tokens * has_token_scale)):
+            prefetch(builder, offset(builder, source, size), size)
     octave = Table(builder, octaves)
     with accumulate(builder, channels // LANES, dict.fromkeys(range(rows), ZERO)) as (number, sums):
         channel = builder.mul(number, LONG(LANES))
@@ -387,14 +405,16 @@ def dual_scores(
         store(builder, builder.extract_element(total, INT(0)), offset(builder, bias, 4 * row))
     table, shift = _levels(builder, levels, nbits, has_table)
     fine = Table(builder, offset(builder, octaves, 64)) if has_token_scale else None
-    for indices in passes(tokens // LANES, rows, nbits):
-        sums = _score_codes(builder, codes, folded, nbits, channels, tokens, rows, indices, table, shift)
-        for row, i in sums:
-            total = builder.fadd(sums[row, i], read_factor(builder, offset(builder, bias, 4 * row)))
-            if has_token_scale:
-                scales = load_log_scales(builder, offset(builder, token_scale, i * LANES), fine, TOKEN_STEPS)
-                total = builder.fmul(total, scales)
-            store(builder, total, offset(builder, scores, 4 * (row * tokens + i * LANES)))
+    vectors = line_vectors(tokens, nbits)
+    for indices in passes(len(vectors), rows, nbits):
+        chosen = [vectors[index] for index in indices]
+        sums = _score_codes(builder, codes, folded, nbits, channels, tokens, rows, chosen, table, shift)
+        for places in chosen:
+            scales = load_log_scales(builder, token_scale, fine, TOKEN_STEPS, places) if has_token_scale else None
+            for row in range(rows):
+                total = builder.fadd(sums[row, places], read_factor(builder, offset(builder, bias, 4 * row)))
+                total = builder.fmul(total, scales) if has_token_scale else total
+                store_places(builder, total, offset(builder, scores, 4 * row * tokens), places)
 
 
 def _levels(builder: Builder, levels: Value, nbits: int, has_table: int) -> tuple[Table | None, float]:
@@ -426,6 +446,9 @@ def dense_scores(
         store(builder, LOWEST, offset(builder, scores, 4 * place))
     with steps(builder, count) as token:
         line = offset(builder, keys, builder.mul(token, stride))
+        if AHEAD:
+            following = offset(builder, keys, builder.mul(builder.add(token, LONG(DENSE_AHEAD)), stride))
+            prefetch(builder, following, channels * STATE_BYTES[dtype])
         sums = dict.fromkeys(range(rows), None)
         for channel in range(0, channels, LANES):
             numbers = load_states(builder, offset(builder, line, channel * STATE_BYTES[dtype]), dtype)
@@ -482,26 +505,39 @@ def hide(
         store(builder, builder.select(seen, load(builder, target, FLOATS), LOWEST), target)
 
 
-@inner_loop("scores_at", "tokens", types.float32)
-def largest(builder: Builder, scores: Value, tokens: int) -> Value:
-    """Returns the largest score of one row."""
-    result = load(builder, scores, FLOATS)
-    for token in range(LANES, tokens, LANES):
-        result = maximum(builder, result, load(builder, offset(builder, scores, 4 * token), FLOATS))
-    return largest_lane(builder, result)
+@inner_loop("scores_at held_at found_at", "tokens rows", types.int64)
+def largest(builder: Builder, scores: Value, held: Value, found: Value, tokens: int, rows: int) -> Value:
+    """Writes the larger of each row's largest score and of what is held for it; tells whether any is new."""
+    grown = ir.Constant(ir.IntType(1), 0)
+    for row in range(rows):
+        line, before = offset(builder, scores, 4 * row * tokens), load(builder, offset(builder, held, 4 * row), FLOAT)
+        result = load(builder, line, FLOATS)
+        for token in range(LANES, tokens, LANES):
+            result = maximum(builder, result, load(builder, offset(builder, line, 4 * token), FLOATS))
+        top = largest_lane(builder, result)
+        larger = builder.fcmp_ordered(">", top, before)
+        store(builder, builder.select(larger, top, before), offset(builder, found, 4 * row))
+        grown = builder.or_(grown, larger)
+    return builder.zext(grown, LONG)
 
 
-@inner_loop("scores_at sum_at float_shift", "tokens")
-def exponentiate(builder: Builder, scores: Value, sums: Value, shift: Value, tokens: int) -> None:
-    """Replaces the scores of one row by `exp(score - float_shift)` and adds them to LANES sums."""
-    shifts = splat(builder, shift)
-    total = load(builder, sums, FLOATS)
-    for token in range(0, tokens, LANES):
-        place = offset(builder, scores, 4 * token)
-        numbers = exponential(builder, builder.fsub(load(builder, place, FLOATS), shifts))
-        store(builder, numbers, place)
-        total = builder.fadd(total, numbers)
-    store(builder, total, sums)
+@inner_loop("scores_at sums_at largest_at", "tokens rows")
+def exponentiate(builder: Builder, scores: Value, sums: Value, largest_: Value, tokens: int, rows: int) -> None:
+    """Replaces scores by `exp(score - largest of its row)` and adds them to LANES sums a row.
+
+    Where nothing was seen yet, and the largest score is -inf, they become 0.
+    """
+    for row in range(rows):
+        line, kept = offset(builder, scores, 4 * row * tokens), offset(builder, sums, 4 * row * LANES)
+        shift = load(builder, offset(builder, largest_, 4 * row), FLOAT)
+        shift = builder.select(builder.fcmp_ordered("==", shift, FLOAT(float("-inf"))), FLOAT(0.0), shift)
+        shifts, total = splat(builder, shift), load(builder, kept, FLOATS)
+        for token in range(0, tokens, LANES):
+            place = offset(builder, line, 4 * token)
+            numbers = exponential(builder, builder.fsub(load(builder, place, FLOATS), shifts))
+            store(builder, numbers, place)
+            total = builder.fadd(total, numbers)
+        store(builder, total, kept)
 
 
 # Output of a tile, (rows, channels), from probabilities (rows, tokens)
@@ -530,6 +566,9 @@ def packed_output(
     g is the group of channel c. Scales and zero points are half precision. `folded` (groups, rows, tokens) and `bias`
     (groups, rows) are scratch.
     """
+    if AHEAD:
+        for source in (scale, zero):
+            prefetch(builder, offset(builder, source, 2 * tokens * groups), 2 * tokens * groups)
     for group in range(groups):
         _fold_value_scales(builder, scale, zero, probabilities, folded, bias, tokens, rows, groups, group)
     for indices in passes(channels // LANES, rows, nbits):
@@ -542,7 +581,7 @@ def packed_output(
         # A tile's sum starts at its bias and is added to the output as a whole: codes aren't centred, and one running
         # sum over all tiles would lose digits.
         start = {key: _read_lanes(builder, bias, 4, lanes) for key, lanes in places.items()}
-        sums = _sum_codes(builder, codes, folded, nbits, channels, tokens, places, start)
+        sums = _sum_codes(builder, codes, folded, nbits, channels, tokens, places, start, ahead=0 in indices)
         for row, i in sums:
             target = offset(builder, output, 4 * (row * channels + i * LANES))
             store(builder, builder.fadd(sums[row, i], load(builder, target, FLOATS)), target)
@@ -587,6 +626,7 @@ def _sum_codes(
     start: Sums,
     table: Table | None = None,
     shift: float = 0.0,
+    ahead: bool = False,
 ) -> Sums:
     """Adds up codes, or the levels that they stand for, times folded probabilities.
 
@@ -601,10 +641,13 @@ def _sum_codes(
         start: The value that each sum starts at.
         table: What codes stand for.
         shift: What is taken from codes, without a table.
+        ahead: Whether to ask for the lines of the next block too.
     """
     indices = list(dict.fromkeys(i for _, i in places))
     with accumulate(builder, tokens, start) as (token, sums):
         line = offset(builder, codes, builder.mul(token, LONG(channels * nbits // 8)))
+        if AHEAD and ahead:
+            prefetch(builder, offset(builder, line, tokens * channels * nbits // 8), channels * nbits // 8)
         numbers = {i: load_levels(builder, line, nbits, channels, i, table, shift) for i in indices}
         column = offset(builder, folded, builder.mul(token, LONG(4)))
         read = {lanes: _read_lanes(builder, column, 4 * tokens, lanes) for lanes in dict.fromkeys(places.values())}
@@ -650,6 +693,9 @@ def dual_output(
 
     `folded`, as large as `probabilities`, is scratch.
     """
+    if AHEAD:
+        for source, size in ((channel_scale, channels), (mean, channels), (token_scale, tokens * has_token_scale)):
+            prefetch(builder, offset(builder, source, size), size)
     octave = Table(builder, octaves)
     fine = Table(builder, offset(builder, octaves, 64)) if has_token_scale else None
     with accumulate(builder, tokens // LANES, dict.fromkeys(range(rows), ZERO)) as (number, sums):
@@ -670,7 +716,8 @@ def dual_output(
     for indices in passes(channels // LANES, rows, nbits):
         places = {(row, i): (row,) * LANES for row in range(rows) for i in indices}
         start = dict.fromkeys(places, ZERO)
-        sums = _sum_codes(builder, codes, source, nbits, channels, tokens, places, start, table, shift)
+        ahead = 0 in indices
+        sums = _sum_codes(builder, codes, source, nbits, channels, tokens, places, start, table, shift, ahead)
         for i in indices:
             scales = load_log_scales(builder, offset(builder, channel_scale, i * LANES), octave, CHANNEL_STEPS)
             means = load_signed_bytes(builder, offset(builder, mean, i * LANES))
@@ -698,6 +745,9 @@ def dense_output(
         keys = [(row, i) for row in range(rows) for i in indices]
         with accumulate(builder, count, dict.fromkeys(keys, ZERO)) as (token, sums):
             line = offset(builder, values, builder.mul(token, stride))
+            if AHEAD and 0 in indices:
+                following = offset(builder, values, builder.mul(builder.add(token, LONG(DENSE_AHEAD)), stride))
+                prefetch(builder, following, channels * STATE_BYTES[dtype])
             column = offset(builder, probabilities, builder.mul(token, LONG(4)))
             numbers = {
                 i: load_states(builder, offset(builder, line, i * LANES * STATE_BYTES[dtype]), dtype) for i in indices

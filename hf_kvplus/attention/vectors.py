@@ -26,6 +26,9 @@ LANES = 16 if WIDE else 8
 # Accumulators of LANES floats that fit into the registers, beside codes and a broadcast factor.
 ACCUMULATORS = 24 if WIDE else 6
 
+# Bytes that memory is read by, at least.
+CACHE_LINE = 64
+
 BYTE, INT, LONG = ir.IntType(8), ir.IntType(32), ir.IntType(64)
 FLOAT, HALF, SHORT = ir.FloatType(), ir.HalfType(), ir.IntType(16)
 Builder = ir.IRBuilder
@@ -82,6 +85,13 @@ def call(builder: Builder, name: str, returned: ir.Type, *arguments: Value, fast
     signature = ir.FunctionType(returned, [argument.type for argument in arguments])
     function = cgutils.get_or_insert_function(builder.module, signature, name)
     return builder.call(function, arguments, fastmath=fastmath)
+
+
+def prefetch(builder: Builder, source: Value, size: int = 1) -> None:
+    """Asks for the `size` bytes from an address on, which are read soon; any address will do."""
+    for place in range(0, size, CACHE_LINE):
+        address = offset(builder, source, place)
+        call(builder, "llvm.prefetch.p0", ir.VoidType(), address, INT(0), INT(3), INT(1))
 
 
 def multiply_add(builder: Builder, left: Value, right: Value, addend: Value) -> Value:
@@ -200,9 +210,12 @@ class Table:
         return result
 
 
-def load_log_scales(builder: Builder, source: Value, octave: Table, steps_per_octave: int) -> Value:
-    """Reads LANES scales of one byte, see `hf_kvplus.codecs.log_scale`."""
-    numbers = builder.zext(load(builder, source, vector(BYTE)), INTS)
+def load_log_scales(
+    builder: Builder, source: Value, octave: Table, steps_per_octave: int, places: Places | None = None
+) -> Value:
+    """Reads scales of one byte, see `hf_kvplus.codecs.log_scale`: LANES of them, or those at `places`."""
+    held = load(builder, source, vector(BYTE)) if places is None else _load_runs(builder, source, places)
+    numbers = builder.zext(held, INTS)
     return log_scales(builder, numbers, octave, steps_per_octave)
 
 
@@ -221,46 +234,48 @@ def load_signed_bytes(builder: Builder, source: Value) -> Value:
 
 
 def load_levels(
-    builder: Builder, line: Value, nbits: int, length: int, index: int, table: Table | None, shift: float
+    builder: Builder, line: Value, nbits: int, length: int, index: int | Places, table: Table | None, shift: float
 ) -> Value:
-    """Unpacks codes `index * LANES` to `(index + 1) * LANES` of one line into what they stand for.
+    """Unpacks LANES codes of one line into what they stand for.
 
     Args:
         builder: Where instructions go.
         line: Pointer to a line as `hf_kvplus.codecs.packing.pack` writes it.
         nbits: Bits per code.
         length: Codes in the line, a multiple of 8.
-        index: Which LANES codes.
+        index: Which codes: their places in the line, or the number of a vector of neighbours.
         table: What codes stand for; `None` for the codes themselves.
         shift: What is taken from codes, without a table.
 
     Returns:
         Float32 numbers.
     """
+    places = neighbours(index) if isinstance(index, int) else index
     if table is not None:
         # A lookup by AVX-512 takes the lowest four bits by itself.
         unmasked = LOOKUP == "wide" and nbits == 4
-        return table.look_up(builder, _load_numbers(builder, line, nbits, length, index, unmasked))
-    codes = builder.sitofp(_load_numbers(builder, line, nbits, length, index), FLOATS)
+        return table.look_up(builder, _load_numbers(builder, line, nbits, length, places, unmasked))
+    codes = builder.sitofp(_load_numbers(builder, line, nbits, length, places), FLOATS)
     return builder.fsub(codes, constant(FLOAT, shift)) if shift else codes
 
 
-def _load_numbers(builder: Builder, line: Value, nbits: int, length: int, index: int, unmasked: bool = False) -> Value:
+def _load_numbers(
+    builder: Builder, line: Value, nbits: int, length: int, places: Places, unmasked: bool = False
+) -> Value:
     """Unpacks LANES codes to integers; `unmasked` leaves bits of other codes above those of a single plane."""
     codes, position = None, 0
     for width in PLANES[nbits]:
-        plane = _load_plane(builder, offset(builder, line, position), width, length, index, unmasked)
+        plane = _load_plane(builder, offset(builder, line, position), width, length, places, unmasked)
         codes = plane if codes is None else builder.or_(builder.shl(codes, constant(INT, width)), plane)
         position += length * width // 8
     return codes
 
 
-def _load_plane(builder: Builder, plane: Value, width: int, length: int, index: int, unmasked: bool) -> Value:
+def _load_plane(builder: Builder, plane: Value, width: int, length: int, places: Places, unmasked: bool) -> Value:
     """Unpacks one plane; code `i` lies in byte `i % size`, above `i // size` others."""
     size = length * width // 8
-    codes = range(index * LANES, (index + 1) * LANES)
-    shifts = [code // size * width for code in codes]
-    numbers = builder.zext(_load_bytes(builder, plane, size, [code % size for code in codes]), INTS)
+    shifts = [code // size * width for code in places]
+    numbers = builder.zext(_load_bytes(builder, plane, size, [code % size for code in places]), INTS)
     if any(shifts):
         numbers = builder.lshr(numbers, ir.Constant(INTS, shifts))
     if not unmasked and any(shift + width < 8 for shift in shifts):
@@ -272,6 +287,10 @@ def _load_bytes(builder: Builder, plane: Value, size: int, positions: list[int])
     """Reads the bytes at `positions`, never beyond the plane."""
     if positions == list(range(positions[0], positions[0] + LANES)):
         return load(builder, offset(builder, plane, positions[0]), vector(BYTE))
+    count = LANES // positions.count(positions[0])
+    if positions == list(range(positions[0], positions[0] + count)) * (LANES // count):
+        repeated = load(builder, offset(builder, plane, positions[0]), vector(BYTE, count))
+        return builder.shuffle_vector(repeated, repeated, ir.Constant(INTS, list(range(count)) * (LANES // count)))
     # They wrap around the plane's end: two loads that overlap or lie apart, then one shuffle.
     width = min(LANES, 1 << (size.bit_length() - 1))
     starts = [min(positions[0], size - width), 0] if size >= LANES else [0, size - width]
@@ -281,6 +300,66 @@ def _load_bytes(builder: Builder, plane: Value, size: int, positions: list[int])
         for position in positions
     ]
     return builder.shuffle_vector(first, second, ir.Constant(INTS, lanes))
+
+
+Places = tuple[int, ...]
+
+
+def neighbours(index: int) -> Places:
+    """Returns the places of the `index`th LANES codes of a line."""
+    return tuple(range(index * LANES, (index + 1) * LANES))
+
+
+def line_vectors(length: int, nbits: int) -> list[Places]:
+    """Divides the codes of a line into vectors that are cheap to unpack.
+
+    The codes of one byte lie apart in the line (see `hf_kvplus.codecs.packing`), so LANES bytes make a vector for each
+    of a byte's codes. What is left at the end of a plane is read at once for several of them: 48 codes of 4 bits are
+    0 to 15, 24 to 39, and 16 to 23 together with 40 to 47. Vectors of neighbours would need bytes from both ends.
+    """
+    parts = 8 // nbits
+    size = length // max(1, parts)
+    vectors: list[Places] = []
+    first = 0
+    while first < size and PLANES[nbits] == (nbits,):
+        run = min(LANES, 1 << ((size - first).bit_length() - 1))
+        together = LANES // run
+        if parts % together:
+            break
+        for part in range(0, parts, together):
+            starts = [(part + number) * size + first for number in range(together)]
+            vectors.append(tuple(start + lane for start in starts for lane in range(run)))
+        first += run
+    if first < size or not size:
+        return [neighbours(index) for index in range(length // LANES)]
+    return vectors
+
+
+def _runs(places: Places) -> list[Places]:
+    """Divides places into runs of neighbours."""
+    cuts = [0, *(i for i in range(1, len(places)) if places[i] != places[i - 1] + 1), len(places)]
+    return [places[first:last] for first, last in zip(cuts, cuts[1:], strict=False)]
+
+
+def _load_runs(builder: Builder, source: Value, places: Places) -> Value:
+    """Reads the bytes at `places`, which are runs of equal length."""
+    parts = [load(builder, offset(builder, source, run[0]), vector(BYTE, len(run))) for run in _runs(places)]
+    while len(parts) > 1:
+        width = 2 * parts[0].type.count
+        order = ir.Constant(vector(INT, width), list(range(width)))
+        pairs = zip(parts[::2], parts[1::2], strict=True)
+        parts = [builder.shuffle_vector(first, second, order) for first, second in pairs]
+    return parts[0]
+
+
+def store_places(builder: Builder, values: Value, target: Value, places: Places) -> None:
+    """Writes each lane of float32 values to its place in a line."""
+    lane = 0
+    for run in _runs(places):
+        chosen = ir.Constant(vector(INT, len(run)), list(range(lane, lane + len(run))))
+        part = values if len(run) == LANES else builder.shuffle_vector(values, values, chosen)
+        store(builder, part, offset(builder, target, 4 * run[0]))
+        lane += len(run)
 
 
 def passes(vectors: int, rows: int, nbits: int) -> list[list[int]]:
