@@ -1,4 +1,4 @@
-"""The two pictures of a report, drawn from result rows: bytes against context length, and loss against bits.
+"""Pictures drawn from result rows: bytes and times against context length, and loss against bits.
 
 Strategies are named beside their lines and points, with no legend to look up; labels are moved apart until none
 covers another. matplotlib is imported when a picture is drawn. Left out: interactive pictures.
@@ -46,6 +46,34 @@ def plot_bytes(rows: Sequence[Row], path: Path) -> None:
     axes.set_xlabel("context length (tokens)")
     axes.set_ylabel("cache (MiB, all tensors)")
     axes.set_title("Cache bytes against context length", loc="left")
+    _label_ends(figure, axes, ends)
+    figure.savefig(path, bbox_inches="tight")
+
+
+def plot_decode(rows: Sequence[Row], path: Path) -> None:
+    """Draws milliseconds per decoded token against context length, one line a strategy, named at its right end.
+
+    Args:
+        rows: Rows of one run of `kvplus bench` with status `ok`, of two contexts or more.
+        path: The PNG file to write.
+    """
+    figure, axes = _figure()
+    names = list(dict.fromkeys(row["strategy"] for row in rows))
+    firsts = [next(row for row in rows if row["strategy"] == name) for name in names]
+    ends: list[tuple[float, str, str]] = []
+    for first, color in zip(firsts, _colors(firsts), strict=True):
+        points = [row["bench"] for row in rows if row["strategy"] == first["strategy"]]
+        tokens = [point["context_tokens"] for point in points]
+        times = [point["decode_ms_per_token"] for point in points]
+        style = "--" if _is_host(first) else "-"
+        axes.plot(tokens, times, style, color=color, linewidth=1.8, marker="o", markersize=4)
+        fused = " fused" if points[-1]["fused"] else ""
+        ends.append((times[-1], first["strategy"] + fused, color))
+    axes.set_xlim(0, max(row["bench"]["context_tokens"] for row in rows))
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("context length (tokens)")
+    axes.set_ylabel("ms per decoded token (median)")
+    axes.set_title("Time of a token against context length", loc="left")
     _label_ends(figure, axes, ends)
     figure.savefig(path, bbox_inches="tight")
 

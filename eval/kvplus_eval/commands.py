@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,11 +15,14 @@ from rich.progress import Progress
 from hf_kvplus.checks import require_choice
 from hf_kvplus.devices import measure_device
 from hf_kvplus.loading import DTYPES, load_config, load_model, resolve_device
+from hf_kvplus.plots import plot_decode
 from hf_kvplus.report import write_report
 from kvplus_eval.bench import BenchPlan, run_bench
 from kvplus_eval.compare import Tolerances, compare_runs, compare_summary, compare_table, latest_run
 from kvplus_eval.data import cut_windows, load_text
+from kvplus_eval.decode_peak import PeakJob, peak_table, watch_rows
 from kvplus_eval.evaluation import Finished, Job, asked, run_evaluation
+from kvplus_eval.growth import growth_rows, growth_table, require_contexts
 from kvplus_eval.html import write_page
 from kvplus_eval.journal import fingerprint
 from kvplus_eval.kernel_bench import Shape, kernel_summary, kernel_table, read_shape, run_kernel_bench
@@ -31,6 +35,8 @@ from kvplus_eval.tables import bench_summary, bench_table, complaints, eval_summ
 from kvplus_eval.tasks import TASKS
 
 RANDOM_PROMPT_SEED = 0
+# Tokens decoded while memory is watched: more than a block, so that packing is among them
+WATCHED_TOKENS = 96
 # A token of any language is shorter than this on average, so a streamed text of so many characters is long enough
 CHARACTERS_A_TOKEN = 12
 
@@ -220,6 +226,10 @@ def bench(
     shape: Annotated[
         str, typer.Option(help="With --kernels, numbers for batch, kv_heads, queries, head_dim and tokens.")
     ] = "kv_heads=8,queries=4,head_dim=128,tokens=32768",
+    growth: Annotated[bool, typer.Option(help="Tell how times grow, over three contexts or more.")] = False,
+    peak_memory: Annotated[
+        bool, typer.Option("--peak-memory", help="Watch the memory of decoding at the longest context, in processes.")
+    ] = False,
     device: Device = "auto",
     dtype: Dtype = "auto",
     out: Out = Path("kvplus-bench"),
@@ -229,9 +239,15 @@ def bench(
         _bench_kernels(choose_strategies(strategies), read_shape(shape), device, dtype, tokens * rounds, out)
         return
     plan = BenchPlan(_lengths(context), tokens, rounds, prefill_chunk_tokens, fused)
+    if growth:
+        require_contexts(plan.contexts)
     names = choose_strategies(strategies)
     chosen_text = None if text is None else load_text(text)
     loaded, tokenizer, source = load_model(model, device, dtype)
+    if peak_memory and loaded.device.type != "cpu":
+        raise ValueError(
+            f"`--peak-memory` watches processes on a CPU, this model is on {loaded.device}; use --device cpu"
+        )
     require_positions(loaded.config, plan.longest_tokens)
     if chosen_text is None:
         token_ids = _random_prompt(len(tokenizer), plan.longest_tokens)
@@ -247,12 +263,31 @@ def bench(
         task = progress.add_task("bench", total=len(plan.contexts) * (len(names) + rounds))
         found = run_bench(loaded, token_ids, names, plan, lambda: progress.advance(task))
     rows = [{**facts, **row} for row in found]
+    told = []
+    if peak_memory:
+        job = PeakJob(model, "", plan.contexts[-1], WATCHED_TOKENS, prefill_chunk_tokens, fused, dtype)
+        jobs = {name: replace(job, strategy=name) for name in names}
+        told = watch_rows(rows, jobs)
     append_rows(out / "bench.jsonl", rows)
     console.print(bench_table(rows))
-    for line in complaints(rows):
+    if peak_memory:
+        console.print(peak_table(rows))
+    if growth:
+        grown = growth_rows(rows)
+        append_rows(out / "growth.jsonl", grown)
+        console.print(growth_table(grown))
+    _draw(rows, out / "ms-by-context.png")
+    for line in [*complaints(rows), *told]:
         console.print(line, soft_wrap=True, markup=False)
     typer.echo(bench_summary(rows))
     _leave(rows)
+
+
+def _draw(rows: list[dict[str, Any]], path: Path) -> None:
+    """Draws times against contexts, if there are several."""
+    drawn = [row for row in rows if row["status"] == "ok"]
+    if len({row["bench"]["context_tokens"] for row in drawn}) > 1:
+        plot_decode(drawn, path)
 
 
 def _bench_kernels(names: list[str], shape: Shape, device: str, dtype: str, rounds: int, out: Path) -> None:

@@ -68,14 +68,14 @@ def run_watched(folder: Path, strategy: str, tokens: int, decoded: int, chunk_to
     with torch.inference_mode():
         step(model, make_cache(strategy, model, tokens), text[:AWAKE_TOKENS], last_only=True)
         RESET.write_text(RESET_PEAK)
-        before = _status_bytes("VmRSS")
+        before = status_bytes("VmRSS")
         cache = make_cache(strategy, model, tokens + decoded)
         for piece in [*text.split(chunk_tokens), *text[:decoded].split(1)]:
             step(model, cache, piece, last_only=True)
-    return _status_bytes("VmHWM") - before
+    return status_bytes("VmHWM") - before
 
 
-def _status_bytes(name: str) -> int:
+def status_bytes(name: str) -> int:
     """Reads one figure of this process's memory from the system."""
     line = next(line for line in STATUS.read_text().splitlines() if line.startswith(f"{name}:"))
     return int(line.split()[1]) * 1024
