@@ -79,7 +79,7 @@ def generate(
     check_strategy(strategy)
     loaded, tokenizer, _ = load_model(model, device, dtype)
     token_ids = _encode(tokenizer, prompt, chat=chat).to(loaded.device)
-    cache = build_cache(strategy, loaded.config, max_length=token_ids.shape[1] + max_new_tokens)
+    cache = build_cache(strategy, loaded.config, max_length=token_ids.shape[1] + max_new_tokens, model=loaded)
     streamer = TimedStreamer(tokenizer)
     view = LiveView(lambda tokens: _full_bytes(loaded, tokens), strategy) if watch else None
     recorder = MemoryRecorder(cache, streamer, on_step=view.show if view else None) if watch or memory_plot else None

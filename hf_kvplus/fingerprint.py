@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 HASHED_ELEMENTS = 1 << 24
+SAMPLED_MATRICES = 64
 UNRELATED_FIELDS = frozenset(
     {
         "architectures",
@@ -100,6 +101,25 @@ def _hash_weights(model: PreTrainedModel) -> str:
         for piece in tensor.detach().reshape(-1).split(HASHED_ELEMENTS):
             digest.update(tensor_bytes(piece))
     return digest.hexdigest()
+
+
+def sample_weights(model: PreTrainedModel) -> list[float]:
+    """Returns a few weights, taken from the same places in any dtype: other models differ, light fine-tuning may not.
+
+    Returns:
+        One element of each of up to `SAMPLED_MATRICES` matrices, spread evenly over the sorted names.
+
+    Raises:
+        NotImplementedError: If one has no data (device `meta`).
+    """
+    matrices = [
+        tensor
+        for _, tensor in sorted(model.state_dict().items())
+        if isinstance(tensor, torch.Tensor) and tensor.is_floating_point() and tensor.dim() > 1
+    ]
+    count = min(len(matrices), SAMPLED_MATRICES)
+    places = [index * len(matrices) // count for index in range(count)]
+    return [float(matrices[place].detach().reshape(-1)[matrices[place].numel() // 3]) for place in places]
 
 
 def hash_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:

@@ -11,12 +11,15 @@ strategy `plan:PATH` follow it. It says nothing about a model that it wasn't mea
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
-from hf_kvplus.fingerprint import config_fields, find_differences, fingerprint_model
+from hf_kvplus.codecs.metric import metrics_origin
+from hf_kvplus.fingerprint import config_fields, find_differences, fingerprint_model, sample_weights
 from hf_kvplus.recipes import Quantization
 
 if TYPE_CHECKING:
@@ -24,6 +27,8 @@ if TYPE_CHECKING:
 
 FILE_FORMAT = "hf_kvplus layer plan"
 FORMAT_VERSION = 1
+# Weights rounded to bfloat16 and back are this close.
+DTYPE_ROUNDING = 2.0**-7
 
 
 @dataclass(frozen=True)
@@ -32,7 +37,7 @@ class LayerPlan:
 
     Args:
         layers: One entry a decoder layer; `None` leaves it at full precision.
-        model: What the plan was made for: `config` (its fields), and `weights` and `revision` where known.
+        model: What the plan was made for: `config` (its fields), and what `describe_weights` returned where known.
         facts: What was measured, for people: budget, predicted and measured loss, text.
 
     Raises:
@@ -70,18 +75,16 @@ class LayerPlan:
             )
 
     def check_model(self, model: PreTrainedModel) -> None:
-        """Refuses a model with other weights, too, reading all of them.
+        """Refuses a model with other weights, too, reading all of them; `build_cache(model=...)` does it once.
+
+        In another dtype weights aren't the same to the bit, so a few of them are compared with that tolerance. Where
+        weights can't be read (accelerate has put some on the device `meta`), the configuration decides alone.
 
         Raises:
             ValueError: If the configuration or the weights differ from those that the plan was made for.
         """
         self.check(model.config.get_text_config(decoder=True))
-        weights = self.model.get("weights")
-        if weights is not None and fingerprint_model(model).weights != weights:
-            raise ValueError(
-                "`layer_plan` was made for a model with the same configuration but other weights; make one for this "
-                "model with `kvplus plan`"
-            )
+        _require_weights(self.model, model, "`layer_plan`")
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the plan as JSON values."""
@@ -104,6 +107,60 @@ class LayerPlan:
         layers = ",\n    ".join(json.dumps(layer) for layer in fields.pop("layers"))
         head = json.dumps(fields, indent=2)[:-2]
         Path(path).write_text(f'{head},\n  "layers": [\n    {layers}\n  ]\n}}\n', encoding="utf-8")
+
+
+def describe_weights(model: PreTrainedModel) -> dict[str, Any]:
+    """Returns what tells a model's weights from others: digest, dtype and a sample, and the revision where known.
+
+    Raises:
+        ValueError: If the weights have no data (device `meta`).
+    """
+    fields: dict[str, Any] = dict(fingerprint_model(model).as_fields())
+    return {**fields, "dtype": str(model.dtype), "sample": sample_weights(model)}
+
+
+def check_origin(quantization: LayerPlan | Quantization, model: PreTrainedModel) -> None:
+    """Refuses a plan or a calibration that was made for other weights.
+
+    Weights are read once: a model that is trained after it was found to fit isn't looked at again.
+
+    Raises:
+        ValueError: If they differ, or the configuration does.
+    """
+    if isinstance(quantization, LayerPlan):
+        quantization.check(model.config.get_text_config(decoder=True))
+        made_for, what = quantization.model, "`layer_plan`"
+    elif quantization.calibration:
+        made_for, what = metrics_origin(quantization.calibration), f"`calibration` {quantization.calibration}"
+    else:
+        return
+    known = made_for.get("weights", "")
+    if known not in _FITTING.get(model, ()):
+        _require_weights(made_for, model, what)
+        _FITTING.setdefault(model, set()).add(known)
+
+
+# Digests of weights that a model was found to have.
+_FITTING: WeakKeyDictionary[PreTrainedModel, set[str]] = WeakKeyDictionary()
+
+
+def _require_weights(made_for: Mapping[str, Any], model: PreTrainedModel, what: str) -> None:
+    if not _same_weights(made_for, model):
+        raise ValueError(
+            f"{what} was made for other weights than this model has; make one for this model with `kvplus plan`"
+        )
+
+
+def _same_weights(made_for: Mapping[str, Any], model: PreTrainedModel) -> bool:
+    """Whether a model has the weights that a plan was made for, as far as both are known."""
+    known = made_for.get("weights")
+    if known is None or any(tensor.device.type == "meta" for tensor in model.parameters()):
+        return True
+    if made_for.get("dtype", str(model.dtype)) == str(model.dtype):
+        return fingerprint_model(model).weights == known
+    here, there = sample_weights(model), made_for.get("sample", [])
+    pairs = zip(here, there, strict=False)
+    return len(here) == len(there) and all(math.isclose(*pair, rel_tol=DTYPE_ROUNDING, abs_tol=1e-5) for pair in pairs)
 
 
 def load_plan(source: LayerPlan | Mapping[str, Any] | str | Path) -> LayerPlan:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 import typer
@@ -15,15 +15,20 @@ from rich.table import Table
 
 from hf_kvplus.caches import text_config
 from hf_kvplus.gqa_commands import cut_end, require_text
-from hf_kvplus.layer_plan import LayerPlan
+from hf_kvplus.layer_plan import LayerPlan, describe_weights
 from hf_kvplus.loading import ALIASES, load_model
 from hf_kvplus.plans.budget import Budget, parse_budget
+
+if TYPE_CHECKING:
+    from hf_kvplus.plans.make import Made
 
 Model = Annotated[str, typer.Option(help=f"Alias ({', '.join(ALIASES)}), hub id, checkpoint folder or .gguf file.")]
 
 
 def plan(
-    budget: Annotated[str, typer.Option(help="3.0bits (stored, scales counted), or 2.5GiB@32k.")],
+    budget: Annotated[
+        str, typer.Option(help="3.0bits (stored, scales counted), or 2.5GiB@32k; several, comma-separated.")
+    ],
     text: Annotated[
         Path, typer.Option(help="UTF-8 text to measure on; its end is taken, so evaluate on its beginning.")
     ],
@@ -38,51 +43,72 @@ def plan(
     ] = 2048,
     chunk_tokens: Annotated[int, typer.Option(min=1, help="Tokens fed at a time.")] = 64,
     groups: Annotated[str, typer.Option(help="Tokens of a block that are tried, multiples of 8.")] = "48,96,128",
-    out: Annotated[Path, typer.Option(help="File to write.")] = Path("plan.json"),
+    out: Annotated[
+        Path,
+        typer.Option(help="File to write; of several budgets each one's name is put in, as in plan-3.5bits.json."),
+    ] = Path("plan.json"),
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, float32, float16 or bfloat16.")] = "auto",
 ) -> None:
     """Find the widths of each layer that lose least under a budget, and write them as a layer plan."""
-    from hf_kvplus.plans.make import make_plan
+    from hf_kvplus.plans.make import make_plans
     from hf_kvplus.plans.onepass import OnePass
 
-    limit, tried = parse_budget(budget), _groups(groups)
+    names = budget.split(",")
+    limits, tried = [parse_budget(name) for name in names], _groups(groups)
     require_text(text)
     console = Console(stderr=True)
     loaded, tokenizer, _ = load_model(model, device, dtype)
     cut, facts = cut_end(tokenizer, text, windows, window_tokens)
+    facts |= {"windows": windows, "window_tokens": window_tokens, "chunk_tokens": chunk_tokens}
     layers = text_config(loaded.config).num_hidden_layers
     with OnePass(loaded, chunk_tokens) as run, _progress(console) as progress:
         calibration = _calibrate(run, cut, out.with_suffix(".safetensors"), progress) if calibrate else None
         task = progress.add_task("layers", total=layers * (windows - 1))
-        made = make_plan(
+        found = make_plans(
             run,
             cut,
-            limit,
+            limits,
             calibration=str(calibration) if calibration else None,
             groups=tried,
             advance=lambda: progress.advance(task),
         )
-    facts |= {
-        "budget": budget,
+    missed = []
+    for name, limit, made in zip(names, limits, found, strict=True):
+        path = out if len(names) == 1 else out.with_name(f"{out.stem}-{name.strip()}{out.suffix}")
+        _write_and_tell(console, path, name.strip(), limit, made, facts, calibration)
+        if max_kl is not None and made.measured_kl > max_kl:
+            missed.append(
+                f"`budget` of {limit} can't be met with `max_kl` {max_kl:g}: the best plan costs "
+                f"{made.measured_kl:.2g} nats (it is in {path})"
+            )
+    if missed:
+        raise ValueError(f"{'; '.join(missed)}; give a larger budget")
+
+
+def _write_and_tell(
+    console: Console,
+    path: Path,
+    name: str,
+    limit: Budget,
+    made: Made,
+    facts: dict[str, Any],
+    calibration: Path | None,
+) -> None:
+    """Writes one plan and prints what it costs."""
+    facts = {
+        **facts,
+        "budget": name,
         "stored_bits": made.stored_bits,
         "predicted_kl": made.predicted_kl,
         "measured_kl": made.measured_kl,
         "uniform": made.uniform,
         "uniform_kl": made.uniform_kl,
-        "windows": windows,
-        "window_tokens": window_tokens,
-        "chunk_tokens": chunk_tokens,
     }
-    _relative(LayerPlan(made.plan.layers, made.plan.model, facts), calibration).save(out)
+    _relative(LayerPlan(made.plan.layers, made.plan.model, facts), calibration).save(path)
     console.print(_table(made.plan))
     console.print(_verdict(limit, facts), soft_wrap=True, markup=False)
-    typer.echo(json.dumps({"plan": str(out), **facts}))
-    if max_kl is not None and made.measured_kl > max_kl:
-        raise ValueError(
-            f"`budget` of {limit} can't be met with `max_kl` {max_kl:g}: the best plan costs {made.measured_kl:.2g} "
-            f"nats (it is in {out}); give a larger budget"
-        )
+    typer.echo(json.dumps({"plan": str(path), **facts}))
 
 
 def tell_key_biases(console: Console, model: str, text: Path) -> None:
@@ -124,7 +150,8 @@ def _calibrate(run: Any, windows: list[torch.Tensor], path: Path, progress: Prog
 
     task = progress.add_task("queries", total=len(windows) - 1)
     # The last window checks the plan, so nothing is learnt from it.
-    save_metrics(path, query_moments(run, windows[:-1], lambda: progress.advance(task)))
+    moments = query_moments(run, windows[:-1], lambda: progress.advance(task))
+    save_metrics(path, moments, describe_weights(run.model))
     return path
 
 

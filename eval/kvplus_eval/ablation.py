@@ -127,15 +127,15 @@ def measure(
     return torch.cat(divergences).cpu(), torch.cat(changes).cpu()
 
 
-def stored_bits(cache: KVPlusCache, head_dim: int) -> float:
-    """Returns the mean stored bits per packed element."""
+def stored_bits(cache: KVPlusCache, head_dim: int) -> float | None:
+    """Returns the mean stored bits per packed element, `None` where nothing is packed."""
     bits = [
         codec.bits_per_element(head_dim)
         for layer in cache.layers
         if isinstance(layer, KVLayer)
         for codec in layer.codecs.values()
     ]
-    return sum(bits) / len(bits)
+    return sum(bits) / len(bits) if bits else None
 
 
 def summarize(divergences: torch.Tensor, changes: torch.Tensor, base: torch.Tensor) -> dict[str, Any]:
@@ -218,7 +218,7 @@ def run_ablation(
                     ]
                 cache = variant_cache(loaded.config, nbits, variant)
                 found = measure(run, references, cache, targets)
-                head_dim = _head_dim(loaded.config)
+                head_dim = head_dim_of(loaded.config)
                 figures = summarize(*found, base[nbits]) | {"stored_bits": stored_bits(cache, head_dim)}
                 row = {"schema": SCHEMA, "nbits": nbits, "variant": variant.name, **figures, "protocol": protocol}
                 with rows.open("a", encoding="utf-8") as file:
@@ -229,7 +229,8 @@ def run_ablation(
     typer.echo(json.dumps({"rows": str(rows), "variants": len(todo)}))
 
 
-def _head_dim(config: Any) -> int:
+def head_dim_of(config: Any) -> int:
+    """Returns the channels of a head of the text decoder."""
     decoder = config.get_text_config(decoder=True)
     return getattr(decoder, "head_dim", None) or decoder.hidden_size // decoder.num_attention_heads
 

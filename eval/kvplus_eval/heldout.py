@@ -19,12 +19,12 @@ from rich.table import Table
 from hf_kvplus import build_cache
 from hf_kvplus.loading import load_model
 from hf_kvplus.plans.onepass import OnePass
-from kvplus_eval.ablation import PIECE_POSITIONS, measure, summarize
+from kvplus_eval.ablation import PIECE_POSITIONS, head_dim_of, measure, stored_bits, summarize
 from kvplus_eval.data import cut_windows, load_text
 from kvplus_eval.protocol import choose_strategies
-from kvplus_eval.results import library_versions
+from kvplus_eval.results import run_facts
 
-SCHEMA = "kvplus-heldout/1"
+SCHEMA = "kvplus-heldout/2"
 TUNED_WINDOWS = 8
 
 
@@ -49,31 +49,32 @@ def heldout(
     last = max(map(max, sets.values()))
     cut = cut_windows(chosen, tokenizer, windows=last + 1, window_tokens=window_tokens)
     facts = {
+        **run_facts(loaded, source),
         "schema": SCHEMA,
-        "model": source.name,
-        "revision": source.revision,
         "text": chosen.name,
         "sha256": chosen.sha256,
         "window_tokens": window_tokens,
         "chunk_tokens": chunk_tokens,
         "stride": stride,
-        "versions": library_versions(),
     }
     positions = torch.arange(0, window_tokens - 1, stride)
     found = []
     with OnePass(loaded, chunk_tokens) as run:
         for label, chosen_windows in sets.items():
             scores: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {name: [] for name in names}
+            bits = {}
             for index in chosen_windows:
                 with torch.inference_mode():
                     reference = run.reference(cut[index], positions)
                 for name in names:
-                    cache = build_cache(name, loaded.config, max_length=window_tokens)
+                    cache = build_cache(name, loaded.config, max_length=window_tokens, model=loaded)
                     scores[name].append(measure(run, [reference], cache, [cut[index][positions + 1]]))
+                    bits[name] = stored_bits(cache, head_dim_of(loaded.config))
             for name, parts in scores.items():
                 divergences, changes = (torch.cat(column) for column in zip(*parts, strict=True))
                 figures = summarize(divergences, changes, divergences)
-                row = {**facts, "strategy": name, "set": label, "windows": chosen_windows, **_kept(figures)}
+                row = {**facts, "strategy": name, "stored_bits": bits[name], "set": label, "windows": chosen_windows}
+                row |= _kept(figures)
                 found.append(row)
                 with rows.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(row) + "\n")

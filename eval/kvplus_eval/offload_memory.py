@@ -117,10 +117,10 @@ def measure_model(strategy: str, options: argparse.Namespace) -> dict[str, Any]:
     ids = tokenizer(text, return_tensors="pt").input_ids[:, : options.context]
     scope = use_fused_attention(model) if options.fused else contextlib.nullcontext()
     with scope:
-        read(model, build_cache(strategy, model.config), ids[:, : CHUNK_TOKENS + 256], 2)
+        read(model, build_cache(strategy, model.config, model=model), ids[:, : CHUNK_TOKENS + 256], 2)
         before = resident_bytes("VmRSS")
         restart_peak()
-        cache = build_cache(strategy, model.config)
+        cache = build_cache(strategy, model.config, model=model)
         if options.stored:
             decoder = model.config.get_text_config(decoder=True)
             store_synthetic(cache, options.context, decoder.num_key_value_heads, False)

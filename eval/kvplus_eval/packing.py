@@ -10,6 +10,7 @@ import json
 import statistics
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -19,6 +20,9 @@ from hf_kvplus import build_cache
 from hf_kvplus.loading import load_model
 from hf_kvplus.plans.onepass import AttentionCall, OnePass
 from kvplus_eval.protocol import choose_strategies
+from kvplus_eval.results import append_rows, run_facts
+
+SCHEMA = "kvplus-packing/1"
 
 
 def packing_shares(model: Any, token_ids: torch.Tensor, strategies: Sequence[str], rounds: int) -> dict[str, float]:
@@ -48,7 +52,8 @@ def packing_shares(model: Any, token_ids: torch.Tensor, strategies: Sequence[str
             run.reference(token_ids, last)
             prefill_s = time.process_time() - began_s
             for strategy in strategies:
-                shares[strategy].append(_packing_s(build_cache(strategy, model.config), states) / prefill_s)
+                cache = build_cache(strategy, model.config, model=model)
+                shares[strategy].append(_packing_s(cache, states) / prefill_s)
     # The first round also compiles and allocates.
     return {strategy: statistics.median(found[1:]) for strategy, found in shares.items()}
 
@@ -66,15 +71,19 @@ def packing(
     model: Annotated[str, typer.Option(help="Model, as for `kvplus eval`.")] = "smollm2-135m",
     tokens: Annotated[int, typer.Option(min=64, help="Tokens of the prompt, drawn at random.")] = 2048,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds after a first one that isn't counted.")] = 3,
+    rows: Annotated[Path | None, typer.Option(help="File to append a row to.")] = None,
 ) -> None:
     """Tell what packing a prompt costs beside its prefill."""
     names = choose_strategies(strategies)
-    loaded, tokenizer, _ = load_model(model, "cpu")
+    loaded, tokenizer, source = load_model(model, "cpu")
     prompt = torch.randint(len(tokenizer), (tokens,), generator=torch.Generator().manual_seed(0))
     shares = packing_shares(loaded, prompt, names, rounds)
     for name, share in shares.items():
         typer.echo(f"{name}: {100 * share:.1f} % of the prefill of {tokens} tokens", err=True)
-    typer.echo(json.dumps({"tokens": tokens, "rounds": rounds, "threads": torch.get_num_threads(), **shares}))
+    facts = {**run_facts(loaded, source), "schema": SCHEMA, "tokens": tokens, "rounds": rounds, "shares": shares}
+    if rows is not None:
+        append_rows(rows, [facts])
+    typer.echo(json.dumps(facts))
 
 
 def main() -> None:

@@ -32,7 +32,7 @@ def make_cache(strategy: str, model: PreTrainedModel, longest_tokens: int) -> Ca
     Returns:
         The cache, empty.
     """
-    return build_cache(strategy, model.config, max_length=longest_tokens)
+    return build_cache(strategy, model.config, max_length=longest_tokens, model=model)
 
 
 def record_reference(

@@ -15,6 +15,8 @@ import torch
 LLOYD_MAX = "lloyd_max"
 UNIFORM = "uniform"
 ITERATIONS = 2000
+# Up to so many levels, the edges below a value are counted.
+COUNTED_LEVELS = 16
 
 
 @lru_cache(maxsize=16)
@@ -64,4 +66,12 @@ def nearest_codes(values: torch.Tensor, nbits: int, kind: str) -> torch.Tensor:
     levels = level_table(nbits, kind, values.device)
     if kind == UNIFORM:
         return (values - levels[0]).round_().clamp_(0, len(levels) - 1).to(torch.uint8)
-    return torch.bucketize(values.contiguous(), (levels[1:] + levels[:-1]) / 2, out_int32=True).to(torch.uint8)
+    if len(levels) > COUNTED_LEVELS:
+        edges = (levels[1:] + levels[:-1]) / 2
+        return torch.bucketize(values.contiguous(), edges, out_int32=True).to(torch.uint8)
+    # A comparison with each edge is a few vector instructions; a binary search is a branch per value.
+    codes = torch.zeros_like(values, dtype=torch.uint8)
+    known = level_table(nbits, kind)  # on the host: nothing waits for a device
+    for edge in ((known[1:] + known[:-1]) / 2).tolist():
+        codes += values > edge
+    return codes

@@ -14,6 +14,8 @@ by all its caches. A pair of files is told apart by content, so a file may be mo
 from __future__ import annotations
 
 import hashlib
+import json
+from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -76,13 +78,16 @@ class KeyMetric:
         return f"KeyMetric(layer={self.layer}, sha256={self.digest[:12]})"
 
 
-def save_metrics(path: str | Path, moments: list[torch.Tensor | None]) -> None:
+def save_metrics(
+    path: str | Path, moments: list[torch.Tensor | None], origin: Mapping[str, Any] | None = None
+) -> None:
     """Writes the metrics of a model.
 
     Args:
         path: The file.
         moments: `(kv_heads, head_dim, head_dim)` second moment of the queries of each layer, `None` for layers that
             have none.
+        origin: What `hf_kvplus.layer_plan.describe_weights` tells of the model, so that another one is refused.
 
     Raises:
         OSError: If the file can't be written.
@@ -95,7 +100,21 @@ def save_metrics(path: str | Path, moments: list[torch.Tensor | None]) -> None:
             # Half precision has no room for large queries, and only directions matter.
             size = moment.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None].clamp_min(1e-30)
             tensors[f"layer.{layer}"] = (moment / size).half().contiguous()
-    save_file(tensors, str(path), metadata={"format": "hf_kvplus key metrics"})
+    metadata = {"format": "hf_kvplus key metrics", "origin": json.dumps(dict(origin or {}))}
+    save_file(tensors, str(path), metadata=metadata)
+
+
+def metrics_origin(path: str | Path) -> dict[str, Any]:
+    """Returns what a file by `save_metrics` tells of its model, nothing if that wasn't known.
+
+    Raises:
+        FileNotFoundError: If there is no such file.
+    """
+    from safetensors import safe_open
+
+    _inspect(str(path))
+    with safe_open(str(path), framework="pt") as file:
+        return json.loads((file.metadata() or {}).get("origin", "{}"))
 
 
 @lru_cache(maxsize=16)

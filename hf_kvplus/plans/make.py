@@ -1,20 +1,24 @@
-"""From a model, some text and a budget to a layer plan: candidates, sizes, losses, the choice and its proof."""
+"""From a model, some text and budgets to layer plans: candidates, sizes, losses, the choice and its proof.
+
+Measuring takes nearly all the time and solving none, so several budgets share what was measured.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from transformers import PretrainedConfig
 
 from hf_kvplus.caches import KVPlusCache, text_config
 from hf_kvplus.estimate import estimate_memory, states_dtype
-from hf_kvplus.fingerprint import config_fields, fingerprint_model
-from hf_kvplus.layer_plan import LayerPlan
+from hf_kvplus.fingerprint import config_fields
+from hf_kvplus.layer_plan import LayerPlan, describe_weights
 from hf_kvplus.plans.budget import Budget
 from hf_kvplus.plans.measure import PARTS, layer_losses
-from hf_kvplus.plans.onepass import OnePass
+from hf_kvplus.plans.onepass import OnePass, Reference
 from hf_kvplus.plans.solve import BudgetError, Choice, solve
 from hf_kvplus.probe import profile_model
 from hf_kvplus.recipes import FULL_PRECISION, FULL_PRECISION_AT_2_BITS, Quantization
@@ -60,6 +64,7 @@ def candidates(bits: float, calibration: str | None, groups: Sequence[int] = GRO
         Every pair of widths with every group; at 2.5 bits and below more tokens stay at full precision.
     """
     recent, sinks = FULL_PRECISION_AT_2_BITS if bits <= 2.5 else FULL_PRECISION
+    bits = min(bits, max(*KEY_WIDTHS, *VALUE_WIDTHS))
     keys, values = (
         [nbits for nbits in widths if bits - REACH - 0.5 <= nbits <= bits + REACH]
         for widths in (KEY_WIDTHS, VALUE_WIDTHS)
@@ -72,88 +77,140 @@ def candidates(bits: float, calibration: str | None, groups: Sequence[int] = GRO
     ]
 
 
-def make_plan(
+def make_plans(
     run: OnePass,
     windows: Sequence[torch.Tensor],
-    budget: Budget,
+    budgets: Sequence[Budget],
     *,
     calibration: str | None = None,
     groups: Sequence[int] = GROUPS,
     advance: Callable[[], None] = lambda: None,
-) -> Made:
-    """Measures, solves and measures again.
+) -> list[Made]:
+    """Measures once, then solves and measures again for each budget.
 
     Args:
         run: The model, entered.
-        windows: Token ids, each `(tokens,)`; losses are measured on all but the last, the plan on the last.
-        budget: What it may take.
+        windows: Token ids, each `(tokens,)`; losses are measured on all but the last, the plans on the last.
+        budgets: What each plan may take.
         calibration: File with metrics that keys are encoded with.
         groups: Tokens of a block that are tried.
         advance: Called after each layer of each window that is measured.
 
     Returns:
-        The plan and its figures.
+        The plan of each budget, with its figures.
 
     Raises:
-        BudgetError: If no plan meets the budget.
+        BudgetError: If no plan meets one of them; before anything is measured.
         ValueError: If there are fewer than two windows.
     """
     if len(windows) < 2:
         raise ValueError(f"`windows` must be at least 2, one of them to check the plan on, got {len(windows)}")
     config = text_config(run.model.config)
-    options = candidates(_average_bits(config, budget), calibration, groups)
-    sizes = layer_sizes(config, options, budget)
-    losses = pair_losses(layer_losses(run, windows[:-1], single_parts(options), advance), options)
+    tasks = [
+        _Task.of(config, budget, candidates(_average_bits(config, budget), calibration, groups)) for budget in budgets
+    ]
+    parts = single_parts([option for task in tasks for option in task.options])
+    single = layer_losses(run, windows[:-1], parts, advance)
+    facts = {"config": config_fields(config), **describe_weights(run.model)}
+    with torch.inference_mode():
+        reference = run.reference(windows[-1], torch.arange(run.chunk_tokens, len(windows[-1])))
+    return [_make(run, task, pair_losses(single, parts, task.options), facts, reference) for task in tasks]
+
+
+@dataclass(frozen=True)
+class _Task:
+    """One budget, the candidates for it and what they take.
+
+    Args:
+        budget: The budget.
+        options: The candidates.
+        sizes: `(layers, options)` float64, in the budget's unit.
+        bits: The same in stored bits, a layer by its share of all elements.
+    """
+
+    budget: Budget
+    options: list[Quantization]
+    sizes: torch.Tensor
+    bits: torch.Tensor
+
+    @classmethod
+    def of(cls, config: PretrainedConfig, budget: Budget, options: list[Quantization]) -> _Task:
+        """Sizes the candidates.
+
+        Raises:
+            BudgetError: If the smallest are too large.
+        """
+        task = cls(
+            budget, options, layer_sizes(config, options, budget), layer_sizes(config, options, Budget(bits=1.0))
+        )
+        smallest = float(task.sizes.amin(1).sum())
+        if smallest > task.limit * (1 + 1e-9):
+            raise BudgetError(
+                f"`budget` of {budget} can't be met: the smallest choices take {smallest:.6g}, more than the budget "
+                f"of {task.limit:.6g}"
+            )
+        return task
+
+    @property
+    def limit(self) -> float:
+        """The budget as a number."""
+        return float(self.budget.bits if self.budget.bits is not None else self.budget.bytes or 0)
+
+
+def _make(run: OnePass, task: _Task, losses: torch.Tensor, facts: dict[str, Any], reference: Reference) -> Made:
+    """Solves for one budget and measures what was found."""
+    options = task.options
     rows = [layer for layer in range(len(losses)) if not losses[layer].isnan().any()]
     choices = [
-        [Choice(_name(option), float(sizes[row, i]), float(losses[row, i])) for i, option in enumerate(options)]
+        [Choice(_name(option), float(task.sizes[row, i]), float(losses[row, i])) for i, option in enumerate(options)]
         for row in rows
     ]
-    limit = float(budget.bits if budget.bits is not None else budget.bytes)
-    try:
-        picked = solve(choices, limit)
-    except BudgetError as error:
-        raise BudgetError(f"`budget` of {budget} can't be met: {error}") from error
+    # States of a fixed size are in the cache too, and leave less for the rest.
+    limit = task.limit - float(sum(task.sizes[layer].min() for layer in range(len(losses)) if layer not in rows))
+    picked = solve(choices, limit)
     layers: list[Quantization | None] = [None] * len(losses)
     for row, index in zip(rows, picked, strict=True):
         layers[row] = options[index]
-    fingerprint = fingerprint_model(run.model).as_fields()
-    plan = LayerPlan(tuple(layers), {"config": config_fields(config), **fingerprint})
     best = _best_uniform(choices, limit)
     uniform = None if best is None else [options[best] if layer else None for layer in layers]
-    plan_kl, uniform_kl = _check(run, windows[-1], [plan, uniform])
-    bits = layer_sizes(config, options, Budget(bits=1.0))
+    plan = LayerPlan(tuple(layers), facts)
     return Made(
         plan=plan,
-        stored_bits=float(sum(bits[row, index] for row, index in zip(rows, picked, strict=True))),
+        stored_bits=float(sum(task.bits[row, index] for row, index in zip(rows, picked, strict=True))),
         predicted_kl=sum(choices[i][index].loss for i, index in enumerate(picked)),
-        measured_kl=plan_kl,
+        measured_kl=_check(run, reference, plan),
         uniform=None if best is None else _name(options[best]),
-        uniform_kl=uniform_kl,
+        uniform_kl=None if uniform is None else _check(run, reference, uniform),
     )
 
 
 def single_parts(options: Sequence[Quantization]) -> list[Quantization]:
-    """Returns one candidate for each width and group, since keys and values are measured one at a time."""
+    """Returns one candidate for each width and group, since keys and values are measured one at a time.
+
+    All keep as many tokens at full precision as the option that keeps fewest, so that their losses compare.
+    """
+    recent = min(option.residual_length or 0 for option in options)
+    sinks = min(option.num_sink_tokens or 0 for option in options)
     found: dict[tuple[int, int | None], Quantization] = {}
     for option in options:
         for nbits in (option.key_nbits, option.value_nbits):
-            key = (nbits, option.group_size)
-            found.setdefault(key, replace(option, key_nbits=nbits, value_nbits=nbits))
+            part = replace(option, key_nbits=nbits, value_nbits=nbits, residual_length=recent, num_sink_tokens=sinks)
+            found.setdefault((nbits, option.group_size), part)
     return list(found.values())
 
 
-def pair_losses(single: torch.Tensor, options: Sequence[Quantization]) -> torch.Tensor:
+def pair_losses(single: torch.Tensor, parts: Sequence[Quantization], options: Sequence[Quantization]) -> torch.Tensor:
     """Adds up the losses of keys and values.
 
     Args:
-        single: `(layers, widths and groups, 2)`, for what `single_parts` returned.
+        single: `(layers, widths and groups, 2)`.
+        parts: What these were measured for, from `single_parts`.
         options: The pairs.
 
     Returns:
         `(layers, options)`.
     """
-    places = {(part.key_nbits, part.group_size): index for index, part in enumerate(single_parts(options))}
+    places = {(part.key_nbits, part.group_size): index for index, part in enumerate(parts)}
     columns = [
         single[:, places[option.key_nbits, option.group_size], PARTS.index("keys")]
         + single[:, places[option.value_nbits, option.group_size], PARTS.index("values")]
@@ -210,12 +267,8 @@ def _best_uniform(choices: Sequence[Sequence[Choice]], budget: float) -> int | N
     return min(fitting, key=lambda index: losses[index]) if fitting else None
 
 
-def _check(run: OnePass, token_ids: torch.Tensor, quantizations: Sequence[object]) -> list[float | None]:
-    """Measures the mean divergence of caches on a window."""
+def _check(run: OnePass, reference: Reference, quantization: LayerPlan | Sequence[Quantization | None]) -> float:
+    """Measures the mean divergence of a cache on a window."""
+    cache = KVPlusCache(run.model.config, quantization=quantization)
     with torch.inference_mode():
-        reference = run.reference(token_ids, torch.arange(run.chunk_tokens, len(token_ids)))
-        found: list[float | None] = []
-        for quantization in quantizations:
-            cache = None if quantization is None else KVPlusCache(run.model.config, quantization=quantization)
-            found.append(None if cache is None else float(run.divergences(reference, cache).mean()))
-    return found
+        return float(run.divergences(reference, cache).mean())

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from transformers import Cache, DynamicCache, EncoderDecoderCache, PretrainedConfig
+from transformers import Cache, DynamicCache, EncoderDecoderCache, PretrainedConfig, PreTrainedModel
 
 from hf_kvplus.caches import KVPlusCache, text_config
 from hf_kvplus.encoder_decoder import KVPlusEncoderDecoderCache
+from hf_kvplus.layer_plan import check_origin
 from hf_kvplus.registry import unknown_name
 from hf_kvplus.strategies.base import Options, Strategy, StrategyInfo, strategies
 from hf_kvplus.strategies.grammar import Part, parse
@@ -14,13 +15,21 @@ from hf_kvplus.strategies.grammar import Part, parse
 ENCODER_OPTIONS = ("quantization",)
 
 
-def build_cache(strategy: str, config: PretrainedConfig, *, max_length: int | None = None) -> Cache:
+def build_cache(
+    strategy: str,
+    config: PretrainedConfig,
+    *,
+    max_length: int | None = None,
+    model: PreTrainedModel | None = None,
+) -> Cache:
     """Builds the cache that a strategy string describes.
 
     Args:
         strategy: Parts joined by `+`, for example `"k8v4"`; see `available_strategies`.
         config: The model's configuration.
         max_length: Tokens that a cache of fixed size must hold; only `hf-static` needs it.
+        model: The model that will fill it, if it is at hand: a layer plan or a calibration is then refused where it
+            was made for other weights, and not only for another configuration. Reads all weights the first time.
 
     Returns:
         A cache for `model.generate(..., past_key_values=cache)`: a `KVPlusCache`, or transformers' own for `dynamic`
@@ -43,6 +52,8 @@ def build_cache(strategy: str, config: PretrainedConfig, *, max_length: int | No
         cache = found[0].apply(parts[0], config_checked, max_length)
         return EncoderDecoderCache(cache, DynamicCache()) if config.is_encoder_decoder else cache
     options = _merge(strategy, parts, found)
+    if model is not None and options.get("quantization") is not None:
+        check_origin(options["quantization"], model)
     cache = KVPlusCache(config_checked, **options)
     if not config.is_encoder_decoder:
         return cache

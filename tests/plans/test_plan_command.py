@@ -5,11 +5,17 @@ import torch
 from typer.testing import CliRunner
 
 from checkpoints import save_tiny_checkpoint, write_words
+from conftest import tiny_llama
 from hf_kvplus import QuantizedCache, build_cache
 from hf_kvplus.cli import build_app
 from hf_kvplus.layer_plan import load_plan
 from hf_kvplus.loading import load_model
+from hf_kvplus.plans.budget import Budget
+from hf_kvplus.plans.make import make_plans
+from hf_kvplus.plans.onepass import OnePass
+from hf_kvplus.plans.solve import BudgetError
 from hf_kvplus.saving import load_cache, save_cache
+from kvplus_eval.runner import make_cache
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +85,7 @@ def test_a_plan_of_another_model_is_refused(made, tmp_path):
     folder, _ = made
     plan = load_plan(folder / "plan.json")
     other, _, _ = load_model(str(save_tiny_checkpoint(tmp_path / "other", seed=1)))
-    with pytest.raises(ValueError, match="same configuration but other weights"):
+    with pytest.raises(ValueError, match="made for other weights"):
         plan.check_model(other)
     other.config.rope_parameters = {"rope_type": "default", "rope_theta": 77.0}
     with pytest.raises(ValueError, match="`layer_plan` was made for another model: `config.rope_parameters"):
@@ -87,6 +93,80 @@ def test_a_plan_of_another_model_is_refused(made, tmp_path):
     other.config.num_hidden_layers = 3
     with pytest.raises(ValueError, match="`layer_plan` is for 2 layers, this model has 3"):
         QuantizedCache(other.config, layer_plan=plan)
+
+
+@pytest.mark.parametrize("kind", ["plan:{}.json", "int3,calibration={}.safetensors"])
+def test_where_the_model_is_at_hand_its_weights_are_compared(made, tmp_path, kind):
+    folder, _ = made
+    strategy = kind.format(folder / "plan")
+    model, _, _ = load_model(str(folder / "model"))
+    other, _, _ = load_model(str(save_tiny_checkpoint(tmp_path / "other", seed=1)))
+    # Twice each: what was found once is remembered for that model only.
+    for _ in range(2):
+        build_cache(strategy, model.config, model=model)
+        make_cache(strategy, model, 100)
+        for refused in (
+            lambda: build_cache(strategy, other.config, model=other),
+            lambda: make_cache(strategy, other, 9),
+        ):
+            with pytest.raises(ValueError, match="made for other weights"):
+                refused()
+    # The configuration alone can't tell.
+    build_cache(strategy, other.config)
+
+
+def test_generate_refuses_a_plan_of_other_weights(made, tmp_path):
+    folder, _ = made
+    save_tiny_checkpoint(tmp_path / "other", seed=1)
+    arguments = [
+        "generate",
+        "--strategy",
+        f"plan:{folder / 'plan.json'}",
+        "--prompt",
+        "w1 w2",
+        "--max-new-tokens",
+        "2",
+    ]
+    refused = CliRunner().invoke(build_app(), [*arguments, "--model", str(tmp_path / "other")])
+    assert refused.exit_code == 2
+    assert "other weights" in refused.stderr
+    assert CliRunner().invoke(build_app(), [*arguments, "--model", str(folder / "model")]).exit_code == 0
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_plan_holds_in_another_dtype_of_the_same_weights(made, tmp_path, dtype):
+    folder, _ = made
+    plan = load_plan(folder / "plan.json")
+    rounded, _, _ = load_model(str(folder / "model"), dtype=dtype)
+    plan.check_model(rounded)
+    other, _, _ = load_model(str(save_tiny_checkpoint(tmp_path / "other", seed=1)), dtype=dtype)
+    with pytest.raises(ValueError, match="other weights"):
+        plan.check_model(other)
+
+
+def test_several_budgets_share_one_measurement(made, tmp_path):
+    folder, _ = made
+    common = ["--model", folder / "model", "--text", folder / "text.txt", "--window-tokens", "320", "--windows", "2"]
+    arguments = ["plan", *common, "--calibrate", "--out", tmp_path / "p.json", "--budget", "2.5bits,3.5bits,5bits"]
+    result = CliRunner().invoke(build_app(), [str(argument) for argument in arguments])
+    assert result.exit_code == 0, result.output
+    facts = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [fact["plan"] for fact in facts] == [str(tmp_path / f"p-{bits}bits.json") for bits in ("2.5", "3.5", "5")]
+    for fact, bits in zip(facts, (2.5, 3.5, 5), strict=True):
+        plan = load_plan(fact["plan"])
+        assert bits - 0.5 < fact["stored_bits"] <= bits
+        assert {layer.calibration for layer in plan.layers} == {str(tmp_path / "p.safetensors")}
+        assert {layer.residual_length for layer in plan.layers} == ({128} if bits == 2.5 else {64})
+    predicted = [fact["predicted_kl"] for fact in facts]
+    assert predicted == sorted(predicted, reverse=True)
+    assert facts[0]["measured_kl"] > facts[2]["measured_kl"]
+
+
+def test_a_budget_that_can_t_be_met_is_refused_before_anything_is_measured(monkeypatch):
+    monkeypatch.setattr("hf_kvplus.plans.make.layer_losses", lambda *_: pytest.fail("measured"))
+    budgets = [Budget(bits=3.5), Budget(bits=1.5)]
+    with OnePass(tiny_llama()) as run, pytest.raises(BudgetError, match=r"`budget` of 1\.5 bits can't be met"):
+        make_plans(run, [torch.arange(100), torch.arange(100)], budgets)
 
 
 @pytest.mark.parametrize(
