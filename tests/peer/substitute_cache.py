@@ -14,7 +14,12 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import pytest
-from transformers import Cache, DynamicCache, EncoderDecoderCache, LlamaConfig, cache_utils
+from transformers import Cache, DynamicCache, EncoderDecoderCache, LlamaConfig
+from transformers.cache_utils import (
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+    LinearAttentionLayer,
+)
 
 from hf_kvplus import KVPlusCache, KVPlusEncoderDecoderCache, build_cache
 from hf_kvplus.caches import HybridKVLayer, RecurrentLayer
@@ -96,27 +101,26 @@ def sliding_hybrid_layer(sliding_window: int, **options: Any) -> HybridKVLayer:
 
 
 LAYERS = (full_layer, sliding_layer, RecurrentLayer, hybrid_layer, sliding_hybrid_layer)
-# What a test that looks into a cache takes for a layer's class, by transformers' name for it.
-CLASSES = {
-    "LinearAttentionLayer": RecurrentLayer,
-    "LinearAttentionAndFullAttentionLayer": HybridKVLayer,
-    "LinearAttentionAndSlidingWindowAttentionLayer": HybridKVLayer,
-}
+
+
+def type_in_tests(instance: Any) -> type:
+    """Stands for `type` in tests, which tell layers with a recurrent state by their exact class."""
+    if isinstance(instance, HybridKVLayer):
+        sliding = instance.is_sliding
+        return LinearAttentionAndSlidingWindowAttentionLayer if sliding else LinearAttentionAndFullAttentionLayer
+    return LinearAttentionLayer if isinstance(instance, RecurrentLayer) else type(instance)
 
 
 def substitute(module: Any) -> None:
     """Puts our names into a module that has transformers'."""
-    names = {
-        "DynamicCache": (DynamicCache, SubstitutedCache),
-        "EncoderDecoderCache": (EncoderDecoderCache, SubstitutedPair),
-    }
     if module.__name__ == LAYER_TESTS:
         module.ALL_DYNAMIC_LAYERS = LAYERS
     elif module.__name__.startswith("tests."):
-        names |= {name: (getattr(cache_utils, name, None), ours) for name, ours in CLASSES.items()}
-    for name, (theirs, ours) in names.items():
-        if theirs is not None and vars(module).get(name) is theirs:
-            setattr(module, name, ours)
+        module.type = type_in_tests
+    if vars(module).get("DynamicCache") is DynamicCache:
+        module.DynamicCache = SubstitutedCache
+    if vars(module).get("EncoderDecoderCache") is EncoderDecoderCache:
+        module.EncoderDecoderCache = SubstitutedPair
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
