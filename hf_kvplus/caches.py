@@ -22,6 +22,7 @@ from hf_kvplus.offload_index import IndexWriter
 from hf_kvplus.policies import FullPolicy, NativeWindowPolicy, Policy, SinkWindowPolicy
 from hf_kvplus.recipes import Quantization
 from hf_kvplus.rope import key_rotation, rotated_layers
+from hf_kvplus.stores.hostmemory import DensePool
 from hf_kvplus.stores.space import MEMORY, Offload, Shelf, Shelves, Space
 from hf_kvplus.window_layer import SinkWindowLayer
 from hf_kvplus.window_masks import Uncomparable, WindowMasks
@@ -115,6 +116,7 @@ class KVPlusCache(Cache):
         self.space: Space | None = None
         if offload is not None:
             self.shelve_layers(layers, offload)
+        _share_dense(layers)
         super().__init__(layers=layers)
         if self.space:
             IndexWriter(self).attach()
@@ -451,6 +453,14 @@ def _checked_quantization(
     plan.check(config)
     layers = tuple(layer if layer and layer.packs else None for layer in plan.layers)
     return layers if any(layers) else None
+
+
+def _share_dense(layers: list[Any]) -> None:
+    """Lets the layers that are decoded take turns with buffers for dense states, in each pass of the model."""
+    decoding = [layer for layer in layers if isinstance(layer, KVLayer) and layer.codecs and not layer.shelf]
+    pool = DensePool()
+    for layer in decoding:
+        layer.dense_pool, layer.is_last = pool, layer is decoding[-1]
 
 
 def text_config(config: PretrainedConfig) -> PretrainedConfig:

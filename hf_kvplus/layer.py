@@ -24,6 +24,7 @@ from hf_kvplus.handover import handover
 from hf_kvplus.policies import FullPolicy, Policy
 from hf_kvplus.policies.padding import RowPadding
 from hf_kvplus.stores import GrowingStore, PackedStore, SinkStore
+from hf_kvplus.stores.hostmemory import DensePool
 from hf_kvplus.stores.space import Shelf
 
 States = dict[str, torch.Tensor]  # "keys" and "values", each (batch, kv_heads, seq, head_dim)
@@ -76,6 +77,9 @@ class KVLayer(CacheLayerMixin):
         self.is_sliding = self.policy.is_sliding
         self.record_past = False
         self.shelf: Shelf | None = None
+        # Buffers that the layers of a cache take turns with, and whether this layer is the last to read in a pass.
+        self.dense_pool: DensePool | None = None
+        self.is_last = False
         self._clear()
 
     def shelve(self, shelf: Shelf | None) -> None:
@@ -340,6 +344,8 @@ class KVLayer(CacheLayerMixin):
             name: self._dense_like(new[name], (*new[name].shape[:2], total + new[name].shape[2], new[name].shape[3]))
             for name in self.packed
         }
+        if self.dense_pool is not None and self.is_last:
+            self.dense_pool.let_go()
         self._decode(states, (first - self.first_stored) // self.block_tokens)
         for name, out in states.items():
             tensor = new[name]
@@ -348,10 +354,6 @@ class KVLayer(CacheLayerMixin):
             out[:, :, total:] = tensor
         return states, first
 
-    def _dense_like(self, tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-        """Returns room for dense states; offloaded layers share what nobody reads any more."""
-        return self.shelf.shelves.dense.empty_like(tensor, shape) if self.shelf else tensor.new_empty(shape)
-
     def _decode(self, outs: States, first_block: int) -> None:
         """Decodes keys and values from a block on into the front of `outs`."""
         if self.shelf:
@@ -359,6 +361,14 @@ class KVLayer(CacheLayerMixin):
             return
         for name, store in self.packed.items():
             store.decode(outs[name], first_block)
+
+    def _dense_like(self, tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+        """Returns room for dense states that end in `tensor`, if possible some that nobody reads any more."""
+        if self.shelf:
+            return self.shelf.shelves.dense.empty_like(tensor, shape)
+        if self.dense_pool is None or not tensor.shape[2]:  # nobody's pass, such as a look at `keys`
+            return tensor.new_empty(shape)
+        return self.dense_pool.empty_like(tensor, shape)
 
     def dense(self, visible: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns all visible keys and values at full precision, each `(batch, kv_heads, held, head_dim)`.

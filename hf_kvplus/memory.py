@@ -112,11 +112,13 @@ def measure_memory(cache: Cache) -> MemoryBreakdown:
 
 
 def _dense_pool_bytes(cache: Any) -> int:
-    """Returns the bytes of the buffers that offloaded layers are decoded into, which are no tensors meanwhile."""
-    shelves = {
-        id(layer.shelf.shelves): layer.shelf.shelves for layer in _attention_layers(cache) if _is_shelved(layer)
-    }
-    return sum(one.dense.held_bytes for one in shelves.values())
+    """Returns the bytes of the buffers that layers are decoded into, which are no tensors meanwhile.
+
+    Only offloaded layers keep any from one pass to the next.
+    """
+    layers = [layer for layer in _attention_layers(cache) if isinstance(layer, KVLayer)]
+    pools = [layer.shelf.shelves.dense if layer.shelf else layer.dense_pool for layer in layers]
+    return sum(pool.held_bytes for pool in {id(pool): pool for pool in pools if pool is not None}.values())
 
 
 def _is_shelved(layer: Any) -> bool:

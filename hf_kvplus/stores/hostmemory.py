@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import mmap
+import sys
 import weakref
 
 import torch
@@ -23,7 +24,14 @@ def empty_bytes(size: int, device: torch.device, pinned: bool = False) -> torch.
     """Returns `size` bytes without content, uint8; on a CPU mapped ones unless they are pinned or few."""
     if device.type != "cpu" or pinned or size < SMALLEST_MAPPED_BYTES:
         return torch.empty(size, dtype=torch.uint8, device=device, pin_memory=pinned)
-    return torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
+    return torch.frombuffer(map_memory(size), dtype=torch.uint8)
+
+
+def map_memory(size: int) -> mmap.mmap:
+    """Returns mapped memory of this process alone: a forked one gets a copy, as of any other memory."""
+    if sys.platform == "win32":
+        return mmap.mmap(-1, size)
+    return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
 class DensePool:
@@ -47,7 +55,8 @@ class DensePool:
     def empty_like(self, tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
         """Returns a tensor without content of the dtype and device of `tensor`."""
         size = math.prod(shape) * tensor.element_size()
-        if tensor.device.type != "cpu" or size < SMALLEST_MAPPED_BYTES:
+        plain = tensor.device.type == "cpu" and type(tensor) is torch.Tensor and not torch.compiler.is_compiling()
+        if not plain or size < SMALLEST_MAPPED_BYTES:
             return tensor.new_empty(shape)
         return torch.frombuffer(self._lend(size), dtype=tensor.dtype, count=math.prod(shape)).view(shape)
 
@@ -55,10 +64,14 @@ class DensePool:
         """Returns a free buffer of at least `size` bytes; free ones that are too small are given back."""
         busy = [one for one in self._leases if one[1]() is not None]
         free = [one for one in self._leases if one not in busy and len(one[0]) >= size]
-        mapping = free.pop()[0] if free else mmap.mmap(-1, int(size * HEADROOM))
+        mapping = free.pop()[0] if free else map_memory(int(size * HEADROOM))
         lent = memoryview(mapping)
         self._leases = [*busy, *free, (mapping, weakref.ref(lent))]
         return lent
+
+    def let_go(self) -> None:
+        """Forgets the buffers: those that are read live as long as the tensors over them, the others go at once."""
+        self._leases = []
 
     @property
     def held_bytes(self) -> int:
