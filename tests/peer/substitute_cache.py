@@ -103,12 +103,22 @@ def sliding_hybrid_layer(sliding_window: int, **options: Any) -> HybridKVLayer:
 LAYERS = (full_layer, sliding_layer, RecurrentLayer, hybrid_layer, sliding_hybrid_layer)
 
 
-def type_in_tests(instance: Any) -> type:
+class SubstitutedTypes(type):
     """Stands for `type` in tests, which tell layers with a recurrent state by their exact class."""
-    if isinstance(instance, HybridKVLayer):
-        sliding = instance.is_sliding
-        return LinearAttentionAndSlidingWindowAttentionLayer if sliding else LinearAttentionAndFullAttentionLayer
-    return LinearAttentionLayer if isinstance(instance, RecurrentLayer) else type(instance)
+
+    def __call__(cls, instance: Any, *rest: Any) -> type:
+        """Returns transformers' class for those layers of ours, the class itself for all else."""
+        if isinstance(instance, HybridKVLayer):
+            sliding = instance.is_sliding
+            return LinearAttentionAndSlidingWindowAttentionLayer if sliding else LinearAttentionAndFullAttentionLayer
+        return LinearAttentionLayer if isinstance(instance, RecurrentLayer) else type(instance, *rest)
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, type)
+
+
+class SubstitutedType(metaclass=SubstitutedTypes):
+    """The name that is found instead of `type`."""
 
 
 def substitute(module: Any) -> None:
@@ -116,7 +126,7 @@ def substitute(module: Any) -> None:
     if module.__name__ == LAYER_TESTS:
         module.ALL_DYNAMIC_LAYERS = LAYERS
     elif module.__name__.startswith("tests."):
-        module.type = type_in_tests
+        module.type = SubstitutedType
     if vars(module).get("DynamicCache") is DynamicCache:
         module.DynamicCache = SubstitutedCache
     if vars(module).get("EncoderDecoderCache") is EncoderDecoderCache:
