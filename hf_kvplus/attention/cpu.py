@@ -1,9 +1,8 @@
 """Attention on a CPU: hands a layer's buffers to the compiled kernel.
 
 Which kernel is compiled depends on the codecs, the head sizes and the number of queries per KV head; a layer that no
-kernel can read is refused with the reason. Latent heads (GQA) aren't compiled for: sinks and recent tokens have other
-heads, so such layers are read by the reference, whose products are large ones. Numba is needed (the extra `cpu`) and
-imported on first use.
+kernel can read is refused with the reason. Latent heads (GQA) take two runs, see `cpu_latents`. Numba is needed (the
+extra `cpu`) and imported on first use.
 """
 
 from __future__ import annotations
@@ -18,20 +17,21 @@ import torch
 
 from hf_kvplus.attention import slots
 from hf_kvplus.attention.base import Scoring, heads_per_group
-from hf_kvplus.attention.reference import ReferenceKernel
+from hf_kvplus.attention.cpu_latents import LatentReader
+from hf_kvplus.attention.cpu_run import Run, rows_per_pass
+from hf_kvplus.attention.latents import has_latents, inner_codec
 from hf_kvplus.codecs import Codec
 from hf_kvplus.codecs.affine import PER_CHANNEL, PER_TOKEN, AffineCodec
 from hf_kvplus.codecs.base import Packed
 from hf_kvplus.codecs.dual_scale import DualScaleCodec
 from hf_kvplus.codecs.identity import IdentityCodec
-from hf_kvplus.codecs.latent import LatentCodec
 from hf_kvplus.codecs.levels import UNIFORM
 from hf_kvplus.layer import KVLayer
 from hf_kvplus.threads import find_runner
 
 DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 PACKED_SLOTS = {"keys": slots.KEY_CODES, "values": slots.VALUE_CODES}
-MOST_ROWS = 8
+FOUND_SLOTS = (slots.LOG_SUMS, slots.EARLIER, slots.EARLIER_LOG_SUMS)
 SHARES_PER_THREAD = 4
 # Fields of a payload in the order of the kernel's slots; a codec has at most one of each line.
 FIELDS = (("codes", "states"), ("scale", "channel_scale"), ("zero_point", "token_scale"), ("mean",), ("mean_scale",))
@@ -76,7 +76,7 @@ class CPUKernel:
         self.module = import_kernel()
         self.run = find_runner()
         self.workspace = Workspace()
-        self.reference = ReferenceKernel()
+        self.latents = LatentReader(self)
 
     def refuses(self, layer: KVLayer) -> str | None:
         """Returns why this kernel can't read `layer`, or `None` if it can."""
@@ -85,18 +85,18 @@ class CPUKernel:
         if layer.dtype not in DTYPES:
             return f"the CPU kernel doesn't read {layer.dtype}"
         if has_latents(layer):
-            return None
+            return self.latents.refuses(layer)
         lanes = self.module.LANES
         for _, channels in layer.shapes.values():
             if channels % lanes:
                 return f"the CPU kernel needs head sizes that are a multiple of {lanes}, got {channels}"
         for name, codec in layer.codecs.items():
             channels = layer.shapes[name][1]
-            if self._form(codec, name, channels) is None:
+            if self.form(codec, name, channels) is None:
                 return f"the CPU kernel doesn't read {name} in {codec.describe()} with a head size of {channels}"
         return None
 
-    def _form(self, codec: Codec | None, name: str, channels: int) -> Any:
+    def form(self, codec: Codec | None, name: str, channels: int) -> Any:
         """Returns how the kernel reads blocks of `codec`, or `None` if it can't."""
         form, lanes = self.module.PackedForm, self.module.LANES
         if codec is None:
@@ -133,18 +133,26 @@ class CPUKernel:
     ) -> torch.Tensor:
         """Attends; see `Kernel.attend`."""
         if has_latents(layer):
-            return self.reference.attend(layer, query, scoring, mask, visible)
+            return self.latents.attend(layer, query, scoring, mask, visible)
         batch, heads, queries, _ = query.shape
-        value_channels = layer.shapes["values"][1]
-        query = query if query.stride(3) == 1 else query.contiguous()
-        output = query.new_empty(batch, queries, heads, value_channels)
+        output = query.new_empty(batch, queries, heads, layer.shapes["values"][1])
         rows = queries * heads_per_group(layer, query)
-        pass_rows = _pass_rows(rows, queries)
+        pass_rows = rows_per_pass(rows, queries)
         kernel = self._compile(layer, pass_rows)
+        self.set_layer(layer, visible)
+        run = Run(query, output.transpose(1, 2), layer.shapes["keys"][0], scoring, mask, pass_rows)
+        self.launch(kernel, layer, run)
+        return output
+
+    def launch(self, kernel: Any, layer: KVLayer, run: Run) -> None:
+        """Runs a compiled kernel over the tiles that the arguments name after `set_layer`."""
+        query, output, kv_heads, scoring = run.query, run.output, run.kv_heads, run.scoring
+        query = query if query.stride(3) == 1 else query.contiguous()
+        batch, heads, queries, _ = query.shape
+        value_channels, pass_rows = output.shape[3], run.pass_rows
+        rows = queries * heads // kv_heads
         a = self.workspace.arguments
-        self._set_layer(layer, visible)
         chunks = -(-rows // pass_rows)
-        kv_heads = layer.shapes["keys"][0]
         pairs = batch * kv_heads
         threads = torch.get_num_threads()
         tiles = a[slots.PACKED_TILES] + a[slots.RECENT_TILES] + a[slots.SINK_TILES] + a[slots.LEAD_TILES]
@@ -159,13 +167,12 @@ class CPUKernel:
         a[slots.TASKS], a[slots.SHARES], a[slots.KV_HEADS] = pairs * shares, shares, kv_heads
         a[slots.QUERIES_PER_HEAD], a[slots.QUERIES], a[slots.ROW_CHUNKS] = rows // queries, queries, chunks
         a[slots.SCALING], a[slots.SOFTCAP] = _float_bits(scoring.scaling), _float_bits(scoring.softcap or 0.0)
-        item = query.element_size()
-        a[slots.QUERY] = query.data_ptr()
-        a[slots.QUERY_B], a[slots.QUERY_H], a[slots.QUERY_Q] = (item * stride for stride in query.stride()[:3])
-        a[slots.OUTPUT] = output.data_ptr()
-        a[slots.OUTPUT_H] = item * value_channels
-        a[slots.OUTPUT_Q] = heads * a[slots.OUTPUT_H]
-        a[slots.OUTPUT_B] = queries * a[slots.OUTPUT_Q]
+        for slot, tensor in ((slots.QUERY, query), (slots.OUTPUT, output)):
+            self._set_tensor(slot, tensor)
+            a[slot + 3] = tensor.element_size() * tensor.stride(2)
+        for slot, found in zip(FOUND_SLOTS, (run.log_sums, *(run.earlier or (None, None))), strict=True):
+            a[slot] = 0 if found is None else found.data_ptr()
+        mask = run.mask
         a[slots.MASK] = 0
         if mask is not None:
             mask = mask if mask.stride(3) == 1 else mask.contiguous()
@@ -192,15 +199,15 @@ class CPUKernel:
                     a[slots.PIECE_LAST] = tiles
                 self.run(kernel.address, a[slots.SELF], threads)
                 a[slots.PIECE_FIRST] = a[slots.PIECE_LAST]
-            return output
+            return
         self.run(kernel.address, a[slots.SELF], threads)
-        return output
 
     def _pieces(self, layer: KVLayer) -> list[tuple[int, int]]:
         """Returns the ranges of packed blocks that are read one after the other, if a layer's blocks aren't here."""
-        first = self.workspace.arguments[slots.FIRST_TILE]
-        if layer.shelf is None or first >= layer.packed_blocks:
+        a = self.workspace.arguments
+        if layer.shelf is None or not a[slots.PACKED_TILES]:
             return []
+        first = a[slots.FIRST_TILE]
         return layer.packed["keys"].boundaries(first, layer.packed_blocks)
 
     def _compile(self, layer: KVLayer, rows: int) -> Any:
@@ -212,12 +219,12 @@ class CPUKernel:
             value_channels=value_channels,
             tokens=layer.block_tokens or 64,
             dtype=DTYPES[layer.dtype],
-            keys=self._form(layer.codecs.get("keys"), "keys", key_channels),
-            values=self._form(layer.codecs.get("values"), "values", value_channels),
+            keys=self.form(layer.codecs.get("keys"), "keys", key_channels),
+            values=self.form(layer.codecs.get("values"), "values", value_channels),
         )
         return self.module.compile_kernel(form)
 
-    def _set_layer(self, layer: KVLayer, visible: int) -> None:
+    def set_layer(self, layer: KVLayer, visible: int) -> None:
         """Writes the arguments that describe what the layer holds."""
         a = self.workspace.arguments
         tokens = layer.block_tokens or 64
@@ -249,10 +256,12 @@ class CPUKernel:
         store, a = layer.packed[name], self.workspace.arguments
         if layer.shelf is None:
             self._set_payload({field: store.get(field) for field in store.names}, first)
-        if isinstance(store.codec, DualScaleCodec):
-            a[first + 3 * len(FIELDS)] = _padded_levels(store.codec).data_ptr()
+        codec = inner_codec(store.codec)
+        if isinstance(codec, DualScaleCodec):
+            a[first + 3 * len(FIELDS)] = _padded_levels(codec).data_ptr()
             a[slots.OCTAVES] = _octaves().data_ptr()
-            matrix = store.codec.rotation(layer.shapes[name][1])
+            # Where latents were rotated, their queries and outputs already are.
+            matrix = codec.rotation(layer.shapes[name][1]) if codec is store.codec else None
             a[rotation] = 0 if matrix is None else matrix.data_ptr()
 
     def _set_payload(self, fields: Packed, first: int, first_block: int = 0) -> None:
@@ -268,22 +277,9 @@ class CPUKernel:
         """Writes a tensor's address and its strides over batch rows and heads."""
         item = tensor.element_size()
         a = self.workspace.arguments
-        a[slot], a[slot + 1], a[slot + 2] = tensor.data_ptr(), item * tensor.stride(0), item * tensor.stride(1)
-
-
-def has_latents(layer: KVLayer) -> bool:
-    """Whether a layer stores latent heads."""
-    return any(isinstance(codec, LatentCodec) for codec in layer.codecs.values())
-
-
-def _pass_rows(rows: int, queries: int) -> int:
-    """Returns how many rows a kernel takes at a time.
-
-    One token's queries get a kernel of their own size; several tokens share two sizes, so that few are compiled.
-    """
-    if queries > 1:
-        return 4 if rows <= 4 else MOST_ROWS
-    return math.ceil(rows / math.ceil(rows / MOST_ROWS))
+        a[slot], a[slot + 1] = tensor.data_ptr(), item * tensor.stride(0)
+        # A head that all share is found under any number.
+        a[slot + 2] = item * tensor.stride(1) if tensor.shape[1] > 1 else 0
 
 
 def _float_bits(number: float) -> int:

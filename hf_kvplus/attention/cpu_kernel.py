@@ -98,9 +98,10 @@ class KernelForm:
         key_channels: Channels per head of queries and keys.
         value_channels: Channels per head of values.
         tokens: Tokens in a tile; a packed block where there are any.
-        dtype: Of queries, unpacked states and output: `float32`, `float16` or `bfloat16`.
+        dtype: Of unpacked states, and of queries and output: `float32`, `float16` or `bfloat16`.
         keys: How packed keys are read.
         values: How packed values are read.
+        single: Whether queries and output are float32, whatever `dtype`.
     """
 
     rows: int
@@ -110,6 +111,7 @@ class KernelForm:
     dtype: str
     keys: PackedForm
     values: PackedForm
+    single: bool = False
 
 
 @cache
@@ -130,6 +132,7 @@ def _build(form: KernelForm, sources: int) -> Any:
     taken out of `form` one by one.
     """
     rows, tokens, dtype = form.rows, form.tokens, form.dtype
+    outer_dtype = "float32" if form.single else dtype
     key_channels, value_channels = form.key_channels, form.value_channels
     state_bytes = STATE_BYTES[dtype]
     key_line, value_line = key_channels * state_bytes, value_channels * state_bytes
@@ -206,7 +209,7 @@ def _build(form: KernelForm, sources: int) -> Any:
                         source = a[slots.QUERY] + batch * a[slots.QUERY_B] + i * a[slots.QUERY_Q]
                         source += (head * per_head + j) * a[slots.QUERY_H]
                         scaling = read_float(me + 8 * slots.SCALING)
-                        read_states(source, target, scaling, key_channels, dtype)
+                        read_states(source, target, scaling, key_channels, outer_dtype)
                     else:
                         fill(target, np.float32(0), key_channels)
                 if key_rotated and a[slots.PACKED_TILES] > 0:
@@ -339,10 +342,24 @@ def _build(form: KernelForm, sources: int) -> Any:
             for row in range(all_rows):
                 i, j = row // per_head, row % per_head
                 query_head = head * per_head + j
+                number = (batch * a[slots.KV_HEADS] * per_head + query_head) * queries + i
                 highest, total = NOTHING, np.float32(0)
-                if a[slots.SINK_LOGITS]:
-                    highest, total = read_float(a[slots.SINK_LOGITS] + 4 * query_head), one
                 fill(base + output_at, np.float32(0), value_channels)
+                if a[slots.EARLIER]:
+                    highest = read_float(a[slots.EARLIER_LOG_SUMS] + 4 * number)
+                    if highest > NOTHING:
+                        earlier = a[slots.EARLIER] + 4 * number * value_channels
+                        read_states(earlier, base + output_at, one, value_channels, "float32")
+                        total = one
+                if a[slots.SINK_LOGITS]:
+                    logit = read_float(a[slots.SINK_LOGITS] + 4 * query_head)
+                    if logit > highest:
+                        shrink = np.float32(math.exp(highest - logit))
+                        scale(base + output_at, shrink, value_channels)
+                        total = total * shrink + one
+                        highest = logit
+                    elif logit > NOTHING:
+                        total += np.float32(math.exp(logit - highest))
                 for part in range(pair * shares, (pair + 1) * shares):
                     sums = a[slots.PARTIAL_SUMS] + 8 * (part * padded_rows + row)
                     new, weight = read_float(sums), one
@@ -360,8 +377,12 @@ def _build(form: KernelForm, sources: int) -> Any:
                     add_scaled(found, base + output_at, weight, value_channels)
                 target = a[slots.OUTPUT] + batch * a[slots.OUTPUT_B] + query_head * a[slots.OUTPUT_H]
                 target += i * a[slots.OUTPUT_Q]
+                if a[slots.LOG_SUMS]:
+                    log_sum = highest + np.float32(math.log(total)) if total > 0 else NOTHING
+                    write_float(a[slots.LOG_SUMS] + 4 * number, log_sum)
                 # A query that sees nothing gets zeros.
-                write_states(base + output_at, target, one / total if total > 0 else one, value_channels, dtype)
+                factor = one / total if total > 0 else one
+                write_states(base + output_at, target, factor, value_channels, outer_dtype)
 
     # Processes that store kernels at the same time would overwrite each other's entries in a list that they share, and
     # then load each other's code; so every form has a file of its own.

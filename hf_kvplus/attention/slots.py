@@ -50,4 +50,9 @@ PIECE_FIRST, PIECE_LAST, STATES = range(83, 86)
 LEAD_KEYS, LEAD_KEYS_B, LEAD_KEYS_H, LEAD_VALUES, LEAD_VALUES_B, LEAD_VALUES_H = range(86, 92)
 LEAD_TOKENS, LEAD_TILES, FIRST_SLOT = range(92, 95)
 
-COUNT = 95
+# Each 0 where there is none. LOG_SUMS: address of room for a float32 number per output vector (batch row, query head,
+# query), the logarithm of the sum of its weights. EARLIER, EARLIER_LOG_SUMS: float32 outputs found elsewhere, in
+# the same order, and the logarithms of their sums; they are added up with what is found here.
+LOG_SUMS, EARLIER, EARLIER_LOG_SUMS = range(95, 98)
+
+COUNT = 98

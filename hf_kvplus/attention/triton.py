@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from hf_kvplus.attention.base import Scoring, heads_per_group
+from hf_kvplus.attention.latents import has_latents, inner_codec, stored_shape
 from hf_kvplus.codecs import Codec
 from hf_kvplus.codecs.affine import PER_CHANNEL, PER_TOKEN, AffineCodec
 from hf_kvplus.codecs.dual_scale import DualScaleCodec
@@ -85,8 +86,10 @@ class TritonKernel:
         self.module = import_kernels()
         self.launch = launch or Launch()
         from hf_kvplus.attention.triton_encoder import TritonEncoder
+        from hf_kvplus.attention.triton_latents import LatentReader
 
         self.encoder = TritonEncoder()
+        self.latents = LatentReader()
 
     def refuses(self, layer: KVLayer) -> str | None:
         """Returns why this kernel can't read `layer`, or `None` if it can."""
@@ -94,6 +97,8 @@ class TritonKernel:
             return f"the Triton kernel can't read a cache on {layer.device}"
         if layer.dtype not in DTYPES:
             return f"the Triton kernel doesn't read {layer.dtype}"
+        if has_latents(layer):
+            return self.latents.refuses(layer)
         for name, (_, channels) in layer.shapes.items():
             if channels > MOST_CHANNELS:
                 return f"the Triton kernel takes head sizes up to {MOST_CHANNELS}, got {channels}"
@@ -112,7 +117,8 @@ class TritonKernel:
         """Attends; see `Kernel.attend`."""
         # Triton launches on the current device, which needn't be this layer's.
         with torch.cuda.device_of(query):
-            return Call(self.module, self.launch, layer, query, scoring, mask, visible).run()
+            call = Call(self.module, self.launch, layer, query, scoring, mask, visible)
+            return self.latents.attend(call, mask) if has_latents(layer) else call.run()
 
 
 class Call:
@@ -147,14 +153,16 @@ class Call:
         self.mask = None if mask is None else mask.view(torch.uint8) if mask.stride(3) == 1 else mask.to(torch.uint8)
         tiles = -(-len(layer.recent) // STATE_TOKENS) - max(0, visible - layer.packed_tokens) // STATE_TOKENS
         tiles += -(-self.sinks // STATE_TOKENS)
-        self.blocks_per_share, self.packed_shares = self._divide(max(0, self.blocks - self.first_block), LEAST_BLOCKS)
-        self.tiles_per_share, self.state_shares = self._divide(tiles, LEAST_TILES)
+        lines, blocks = self.batch * self.kv_heads * self.chunks, max(0, self.blocks - self.first_block)
+        self.blocks_per_share, self.packed_shares = self.divide(blocks, LEAST_BLOCKS, lines)
+        self.tiles_per_share, self.state_shares = self.divide(tiles, LEAST_TILES, lines)
         self.parts = self.packed_shares + self.state_shares
+        self.assembly = launch.assembly and layer.device.type == "cuda" and torch.version.hip is None
 
-    def _divide(self, count: int, least: int) -> tuple[int, int]:
-        """Returns how many blocks or tiles a program takes, and how many programs that makes."""
+    def divide(self, count: int, least: int, lines: int) -> tuple[int, int]:
+        """Returns how many blocks or tiles a program takes, and how many programs that makes, for each of `lines`."""
         programs = self.launch.programs_per_processor * processors(self.launch, self.layer.device)
-        wanted = max(1, programs // (self.batch * self.kv_heads * self.chunks))
+        wanted = max(1, programs // lines)
         per_share = max(least, -(-count // wanted))
         return per_share, -(-count // per_share)
 
@@ -168,7 +176,7 @@ class Call:
         self.padding = padding_counts(tuple(layer.padding.counts), layer.device)
         if self.packed_shares:
             self._attend_packed()
-        self._attend_states()
+        self.attend_states()
         codec = layer.codecs.get("values")
         rotation = rotation_of(codec, self.value_channels, layer.device) if self.packed_shares else None
         logits = self.scoring.sink_logits
@@ -196,19 +204,19 @@ class Call:
             for field, value in forms[name].items()
         }
         operands = {
-            f"{side}_OPERAND": self._operand(forms[name]["kind"] == "states")
+            f"{side}_OPERAND": self.operand(forms[name]["kind"] == "states")
             for side, name in (("KEY", "keys"), ("VALUE", "values"))
         }
         self.module.attend_packed[(self.packed_shares, self.batch * self.kv_heads, self.chunks)](
             query, *query.stride()[:3],
             *packed_tensors(layer, "keys", self.padding), *packed_tensors(layer, "values", self.padding),
-            *self._mask_arguments(), self.padding, *self.found,
+            *self.mask_arguments(), self.padding, *self.found,
             self.scoring.scaling, self.scoring.softcap or 0.0,
             self.kv_heads, self.group, self.queries, self.sinks,
             self.blocks, self.first_block, self.visible, layer.first_stored, layer.packed_tokens,
             layer.cumulative_length, self.blocks_per_share, self.parts,
-            **options, **operands, **self._common(single), **self._parts(forms),
-            ASSEMBLY=self.launch.assembly and layer.device.type == "cuda" and torch.version.hip is None,
+            **options, **operands, **self.common(single), **self._parts(forms),
+            ASSEMBLY=self.assembly,
         )  # fmt: skip
 
     def _parts(self, forms: dict[str, Any]) -> dict[str, int]:
@@ -221,7 +229,7 @@ class Call:
             **dict(zip(("VALUE_PART", "VALUE_PART_PAD", "VALUE_PAD"), channels, strict=True)),
         }
 
-    def _attend_states(self) -> None:
+    def attend_states(self) -> None:
         """Launches the kernel for recent tokens and sinks."""
         layer, query = self.layer, self.query
         recent, sinks = (
@@ -230,16 +238,16 @@ class Call:
         )
         self.module.attend_states[(self.state_shares, self.batch * self.kv_heads, self.chunks)](
             query, *query.stride()[:3], *recent, *sinks,
-            *self._mask_arguments(), self.padding, *self.found,
+            *self.mask_arguments(), self.padding, *self.found,
             self.scoring.scaling, self.scoring.softcap or 0.0,
             self.kv_heads, self.group, self.queries, self.sinks,
             self.visible, layer.packed_tokens, layer.cumulative_length,
             self.tiles_per_share, self.parts, self.state_shares,
-            **self._common(layer.dtype == torch.float32), OPERAND=self._operand(states=True), TOKENS_PAD=STATE_TOKENS,
+            **self.common(layer.dtype == torch.float32), OPERAND=self.operand(states=True), TOKENS_PAD=STATE_TOKENS,
             VALUE_PAD=max(16, power_of_two(self.value_channels)),
         )  # fmt: skip
 
-    def _common(self, single: bool) -> dict[str, Any]:
+    def common(self, single: bool) -> dict[str, Any]:
         """Returns the options that both kernels take."""
         return {
             "HAS_MASK": self.mask is not None,
@@ -253,13 +261,13 @@ class Call:
             "num_stages": self.launch.stages,
         }
 
-    def _operand(self, states: bool) -> Any:
+    def operand(self, states: bool) -> Any:
         """Returns the dtype of what tensor cores multiply."""
         # Triton's interpreter multiplies the bits of bfloat16 numbers as integers.
         bits = torch.float32 if states and interprets(self.module.combine) else self.layer.dtype
         return operand(bits, states)
 
-    def _mask_arguments(self) -> tuple[Any, int, int]:
+    def mask_arguments(self) -> tuple[Any, int, int]:
         """Returns the mask and its strides over batch rows and queries."""
         if self.mask is None:
             return self.found[0], 0, 0
@@ -337,10 +345,11 @@ def level_curve(codec: Codec) -> tuple[float, float, float, float]:
 def packed_tensors(layer: KVLayer, name: str, absent: torch.Tensor) -> tuple[Any, ...]:
     """Returns a payload's tensors in the order of the kernel's arguments, and how many blocks a head has room for."""
     store = layer.packed[name]
-    kind = packed_form(store.codec, name, layer.shapes[name][1])["kind"]
+    codec = inner_codec(store.codec)
+    kind = packed_form(codec, name, stored_shape(layer, name)[1])["kind"]
     found = [store.get(field) if field in store.names else absent for field in FIELDS[kind]]
     found += [absent] * (5 - len(found))
-    return *found, *level_curve(store.codec), store.capacity
+    return *found, *level_curve(codec), store.capacity
 
 
 def rotation_of(codec: Codec | None, channels: int, device: torch.device) -> torch.Tensor | None:

@@ -89,12 +89,14 @@ def from_log_scale(number, STEPS: tl.constexpr):
 
 
 @triton.jit
-def part_index(index, SIZE: tl.constexpr, SIZE_PAD: tl.constexpr):
+def part_index(index, SIZE: tl.constexpr, SIZE_PAD: tl.constexpr, start=0):
     """Returns which element of a line a place stands for, and whether there is one.
 
-    A byte holds codes that lie SIZE apart. They are unpacked side by side, each part padded to SIZE_PAD places.
+    A byte holds codes that lie SIZE apart. They are unpacked side by side, from byte `start` on, each part padded to
+    SIZE_PAD places.
     """
-    return index // SIZE_PAD * SIZE + index % SIZE_PAD, index % SIZE_PAD < SIZE
+    place = start + index % SIZE_PAD
+    return index // SIZE_PAD * SIZE + place, place < SIZE
 
 
 @triton.jit
@@ -174,10 +176,10 @@ def lower_bits(line, place, seen, PART: tl.constexpr, SIZE: tl.constexpr, WIDTH:
 
 @triton.jit
 def load_planes(
-    lines, count, LENGTH: tl.constexpr, SIZE_PAD: tl.constexpr, NBITS: tl.constexpr, ASSEMBLY: tl.constexpr
+    lines, count, LENGTH: tl.constexpr, SIZE_PAD: tl.constexpr, NBITS: tl.constexpr, ASSEMBLY: tl.constexpr, start=0
 ):
     """Unpacks lines of codes of less than 8 bits; see `load_centred`."""
-    place = tl.arange(0, SIZE_PAD)[None, :]
+    place = start + tl.arange(0, SIZE_PAD)[None, :]
     WIDTH: tl.constexpr = 2 if NBITS < 4 else 4
     LOWER: tl.constexpr = NBITS - WIDTH
     SIZE: tl.constexpr = LENGTH * WIDTH // 8
@@ -213,7 +215,7 @@ def load_planes(
 @triton.jit
 def load_centred(
     lines, count, LENGTH: tl.constexpr, SIZE_PAD: tl.constexpr, NBITS: tl.constexpr,
-    ASSEMBLY: tl.constexpr,
+    ASSEMBLY: tl.constexpr, start=0,
 ):  # fmt: skip
     """Unpacks lines of codes to float16, centred, in the order of `part_index`; anything where there are none.
 
@@ -224,13 +226,14 @@ def load_centred(
         SIZE_PAD: Places of a part.
         NBITS: Bits per code.
         ASSEMBLY: Whether codes are converted by PTX instructions, four at a time.
+        start: The first byte of a line that is read.
     """
     if NBITS == 8:
-        place = tl.arange(0, SIZE_PAD)[None, :]
+        place = start + tl.arange(0, SIZE_PAD)[None, :]
         bytes = tl.load(lines + place, mask=count & (place < LENGTH), other=0)
         numbers = one_part(bytes, 127.5, ASSEMBLY)
     else:
-        numbers = load_planes(lines, count, LENGTH, SIZE_PAD, NBITS, ASSEMBLY)
+        numbers = load_planes(lines, count, LENGTH, SIZE_PAD, NBITS, ASSEMBLY, start)
     return numbers
 
 
@@ -305,16 +308,16 @@ def block_scores(
     query, limit, codes, first, second, mean, mean_scale, at, a, b, c, d,
     KIND: tl.constexpr, NBITS: tl.constexpr, HAS_TOKEN_SCALE: tl.constexpr, CURVED: tl.constexpr, GROUP: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr, ASSEMBLY: tl.constexpr, TOKENS: tl.constexpr, PART: tl.constexpr,
-    PART_PAD: tl.constexpr, TOKENS_PAD: tl.constexpr, CHANNELS: tl.constexpr, CHANNELS_PAD: tl.constexpr,
+    PART_PAD: tl.constexpr, TOKENS_PAD: tl.constexpr, CHANNELS: tl.constexpr, CHANNELS_PAD: tl.constexpr, start=0,
 ):  # fmt: skip
     """Returns the products of the query with one block's keys, `(ROWS, TOKENS_PAD)`, tokens ordered by `part_index`.
 
     `query` is `(ROWS, CHANNELS_PAD)` float32 and at most 1, after it was divided by `limit`, a number per row. `first`
     holds scales of channels (of the affine codec's groups), `second` those of tokens (zero points), `mean` and
     `mean_scale` offsets of channels, and `at` is the number of the block in the buffers. Levels that don't lie evenly
-    are on the `curve` of `a` to `d`.
+    are on the `curve` of `a` to `d`. The query holds channels from `start` on.
     """
-    channel = tl.arange(0, CHANNELS_PAD)
+    channel = start + tl.arange(0, CHANNELS_PAD)
     token, held = part_index(tl.arange(0, TOKENS_PAD), PART, PART_PAD)
     here = channel < CHANNELS
     seen = here[:, None] & held[None, :]
@@ -358,14 +361,14 @@ def block_output(
     KIND: tl.constexpr, NBITS: tl.constexpr, HAS_TOKEN_SCALE: tl.constexpr, CURVED: tl.constexpr, GROUP: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr, ASSEMBLY: tl.constexpr, TOKENS: tl.constexpr,
     TOKEN_PART: tl.constexpr, TOKEN_PART_PAD: tl.constexpr, TOKENS_PAD: tl.constexpr, CHANNELS: tl.constexpr,
-    PART: tl.constexpr, PART_PAD: tl.constexpr, CHANNELS_PAD: tl.constexpr,
+    PART: tl.constexpr, PART_PAD: tl.constexpr, CHANNELS_PAD: tl.constexpr, start=0,
 ):  # fmt: skip
     """Returns the weights `(ROWS, TOKENS_PAD)` times one block's values, `(ROWS, CHANNELS_PAD)`; see `block_scores`.
 
-    Weights are 0 for tokens that don't exist. Channels are ordered by `part_index`.
+    Weights are 0 for tokens that don't exist. Channels are ordered by `part_index`, from byte `start` of a line on.
     """
     token, held = part_index(tl.arange(0, TOKENS_PAD), TOKEN_PART, TOKEN_PART_PAD)
-    channel, here = part_index(tl.arange(0, CHANNELS_PAD), PART, PART_PAD)
+    channel, here = part_index(tl.arange(0, CHANNELS_PAD), PART, PART_PAD, start)
     seen = held[:, None] & here[None, :]
     if KIND == "states":
         place = at * (TOKENS * CHANNELS) + token[:, None] * CHANNELS + channel[None, :]
@@ -374,7 +377,7 @@ def block_output(
     else:
         size: tl.constexpr = CHANNELS * NBITS // 8
         lines = codes + at * (TOKENS * size) + token[:, None] * size
-        values = load_centred(lines, held[:, None], CHANNELS, PART_PAD, NBITS, ASSEMBLY)
+        values = load_centred(lines, held[:, None], CHANNELS, PART_PAD, NBITS, ASSEMBLY, start)
         if KIND == "affine":
             groups: tl.constexpr = CHANNELS // GROUP
             place = at * (TOKENS * groups) + token[:, None] * groups + (channel // GROUP)[None, :]

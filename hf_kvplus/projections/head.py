@@ -41,6 +41,8 @@ class HeadProjection:
         self.heads, self.channels, self.latents = heads, width // heads, encoder.shape[1]
         tensors = tuple(tensor.detach().float().cpu().contiguous() for tensor in (encoder, decoder, mean))
         self._tensors = {torch.device("cpu"): tensors}
+        self._by_head: dict[tuple[torch.device, bool], tuple[torch.Tensor, torch.Tensor]] = {}
+        self.has_mean = bool(tensors[2].any())
         digest = hashlib.sha256(f"{heads} {tuple(encoder.shape)}".encode())
         for tensor in tensors:
             digest.update(tensor.numpy().tobytes())
@@ -55,8 +57,29 @@ class HeadProjection:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the three tensors."""
-        return sum(tensor.nbytes for tensor in self._tensors[torch.device("cpu")])
+        """Bytes of the three tensors, and of a decoder for rotated latents once attention has made one."""
+        held = self._tensors[torch.device("cpu")]
+        rotated = any(is_rotated for _, is_rotated in self._by_head)
+        return sum(tensor.nbytes for tensor in held) + (held[1].nbytes if rotated else 0)
+
+    def by_head(self, rotation: torch.Tensor | None, device: torch.device | str) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the decoder and the mean as attention multiplies with them; made once, don't write to them.
+
+        Args:
+            rotation: `(latents, latents)`, its own inverse, that stored latents were multiplied with; always the same.
+            device: Where.
+
+        Returns:
+            `(heads, latents, channels)` and `(heads, 1, channels)`, float32.
+        """
+        key = torch.device(device), rotation is not None
+        if key not in self._by_head:
+            _, decoder, mean = self.tensors(device)
+            if rotation is not None:
+                decoder = rotation.to(decoder.device) @ decoder
+            matrices = decoder.unflatten(1, (self.heads, self.channels)).movedim(1, 0)
+            self._by_head[key] = matrices, mean.view(self.heads, 1, self.channels)
+        return self._by_head[key]
 
     def encode(self, states: torch.Tensor) -> torch.Tensor:
         """Projects states.

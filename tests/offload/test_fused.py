@@ -7,7 +7,9 @@ import torch
 
 from hf_kvplus.attention.base import Scoring
 from hf_kvplus.attention.reference import ReferenceKernel
+from hf_kvplus.codecs.latent import LatentCodec
 from hf_kvplus.layer import KVLayer
+from hf_kvplus.projections import HeadProjection
 from hf_kvplus.recipes import Quantization
 from hf_kvplus.stores import offloaded, packed
 from hf_kvplus.stores.space import MEMORY, Offload, Shelf, Shelves, Space
@@ -97,3 +99,17 @@ def test_scratch_is_all_that_a_long_layer_takes(kernel):
     scratch = sum(tensor.nbytes for tensor in shelves.scratch.values())
     assert scratch <= 2 * (store.run_blocks(1) * layer.block_tokens * 2 * 64 * 4 + 64)
     assert store.disk_bytes > 4 * scratch
+
+
+def test_pieces_of_latents_give_the_bits_of_the_whole(kernel, monkeypatch):
+    monkeypatch.setattr(offloaded.OffloadedStore, "run_blocks", lambda self, batch: 3)
+    directions = torch.linalg.qr(torch.randn(128, 96, generator=torch.Generator().manual_seed(5)))[0]
+    projection = HeadProjection(directions, directions.T, torch.zeros(128), heads=2)
+    outputs = []
+    for offload in (Offload(MEMORY), *TIERS):
+        layer = KVLayer(*(LatentCodec(codec, projection) for codec in Quantization(4, 4).codecs()))
+        layer.shelve(None if offload.tier == MEMORY else Shelf(Shelves(Space(offload)), 0))
+        query = fill(layer, 2, 1000, 3)
+        outputs.append(kernel.attend(layer, query, Scoring(0.125), None, 0))
+        assert layer.packed_blocks > 6
+    assert all(torch.equal(output, outputs[0]) for output in outputs[1:])
