@@ -106,6 +106,20 @@ def test_fused_attention_reads_latents_as_decoding_does(redundant, kind, kernel)
     torch.testing.assert_close(states[1], states[0], atol=2e-4, rtol=0)
 
 
+@pytest.mark.parametrize("parts", ["+int4,recent=16", "+window:120,sinks=4", "+int4,recent=16+window:150,sinks=4"])
+def test_fused_attention_reads_what_other_strategies_add(llama, path, parts):
+    ids, states = text(tokens=260), []
+    for fused in (False, True):
+        cache = build_cache(f"gqa:2,projection={path}{parts}", llama.config)
+        use_fused_attention(llama, fused)
+        with torch.no_grad():
+            for part in ids.split([240, 1, 19], 1):
+                output = llama(part, **{cache_keyword(llama): cache}).logits
+        states.append(output)
+    use_fused_attention(llama, enabled=False)
+    torch.testing.assert_close(states[1], states[0], atol=2e-4, rtol=0)
+
+
 @pytest.mark.parametrize("chunk", [1, 7, 300])
 def test_what_is_stored_does_not_depend_on_chunks(llama, path, chunk):
     ids, held = text(tokens=300), []
