@@ -1,9 +1,9 @@
 """Devices by name: nominal memory, bandwidth and speed, and the one at hand as measured.
 
-Figures are the peaks that vendors publish: dense half precision without sparsity, accumulated in float32 where a card is
-slower that way (GeForce). Compared on 2026-11-29 with published specifications of each card; the three GeForce figures
-of 71, 165 and 210 follow the architecture papers of NVIDIA and were not seen again. What a program reaches is less.
-Left out: prices, interconnects and power.
+Figures are the peaks that vendors publish: dense half precision without sparsity, accumulated in float32 where a card
+is slower that way (GeForce). Compared on 2026-11-29 with published specifications of each card; the three GeForce
+figures of 71, 165 and 210 follow the architecture papers of NVIDIA and were not seen again. What a program reaches is
+less. Left out: prices, interconnects and power.
 """
 
 from __future__ import annotations
