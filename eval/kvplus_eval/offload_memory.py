@@ -50,6 +50,9 @@ class Storing:
         """Takes everything."""
         return True
 
+    def encoder(self, codec: Any, head_dim: int, device: torch.device) -> None:
+        """Leaves encoding to the codec."""
+
 
 @torch.no_grad()
 def store_synthetic(cache: Cache, tokens: int, heads: int, fused: bool) -> None:

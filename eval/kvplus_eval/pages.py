@@ -86,7 +86,7 @@ def _bench_cells(row: Row, base_ms: float | None) -> list[str]:
         f"{bench['decode_ms_per_token']:.1f} ms",
         f"{bench['decode_ms_per_token'] / base_ms:.2f}" if base_ms and offloaded else MISSING,
         format_bytes(bench["cache_bytes"]),
-        format_bytes(bench["disk_bytes"]) if offloaded else MISSING,
+        format_bytes(bench.get("disk_bytes")) if offloaded else MISSING,
     ]
 
 
