@@ -12,6 +12,7 @@ Rows are JSON lines of kind `streaming`, with the shared part of `kvplus_eval.re
     block_losses, first       mean loss in nats of each block of `block_tokens`, of which the first begins at `first`
     cache_bytes, ms_per_token  by the number of tokens held, times as medians over turns
     recompute_ms              one reading of the yardstick in the same turns
+    cpu_ms_per_token, recompute_cpu_ms  the same as processor time
     stride, positions         of the yardstick: tokens scored per reading; those scored one by one, with `losses`
 
     python -m kvplus_eval.streaming --model smollm2-135m --text wiki.txt --out streaming.jsonl
@@ -90,21 +91,37 @@ def time_steps(
         rounds: Repetitions.
 
     Returns:
-        Medians `ms_per_token` by position, and `recompute_ms`.
+        Medians `ms_per_token` by position, and `recompute_ms`; both also as processor time of all threads, which other
+        work on the machine hardly changes, `cpu_ms_per_token` and `recompute_cpu_ms`.
     """
-    times: dict[int, list[float]] = {position: [] for position in copies}
+    times: dict[int, list[tuple[float, float]]] = {position: [] for position in copies}
     readings = []
     for turn in range(rounds):
         for position, cache in copies.items():
-            begin = time.perf_counter()
+            begin = _clocks_ms()
             model(input_ids=token_ids[None, turn : turn + 1], **{cache_keyword(model): cache})
-            times[position].append(1000 * (time.perf_counter() - begin))
+            times[position].append(_since(begin))
         if turn % 8 == 0:
-            begin = time.perf_counter()
+            begin = _clocks_ms()
             model(input_ids=token_ids[None, :window], use_cache=False, logits_to_keep=1)
-            readings.append(1000 * (time.perf_counter() - begin))
-    medians = {position: statistics.median(values) for position, values in times.items()}
-    return {"ms_per_token": medians, "recompute_ms": statistics.median(readings)}
+            readings.append(_since(begin))
+    found: Row = {}
+    for clock, name in enumerate(("", "cpu_")):
+        found[f"{name}ms_per_token"] = {
+            position: statistics.median(pair[clock] for pair in pairs) for position, pairs in times.items()
+        }
+        found[f"recompute_{name}ms"] = statistics.median(pair[clock] for pair in readings)
+    return found
+
+
+def _clocks_ms() -> tuple[float, float]:
+    """Returns wall time and processor time."""
+    return 1000 * time.perf_counter(), 1000 * time.process_time()
+
+
+def _since(begin: tuple[float, float]) -> tuple[float, float]:
+    wall, cpu = _clocks_ms()
+    return wall - begin[0], cpu - begin[1]
 
 
 def recompute(model: PreTrainedModel, token_ids: torch.Tensor, window: int, stride: int, first: int, lead: int) -> Row:
@@ -219,15 +236,20 @@ def summarize(rows: Sequence[Row], last_tokens: int) -> list[Row]:
     figures = []
     for row in rows:
         tail = row["losses"][-last_tokens:]
-        times = {place: round(value, 1) for place, value in row.get("ms_per_token", {}).items()}
+        times = {
+            f"{name}ms_per_token": {place: round(value, 1) for place, value in row[f"{name}ms_per_token"].items()}
+            for name in ("", "cpu_")
+            if "ms_per_token" in row
+        }
         figures.append(
             {
                 "strategy": row["strategy"],
                 "perplexity": math.exp(statistics.fmean(tail)),
                 "tokens": len(tail),
                 "finite": all(map(math.isfinite, row["losses"])),
-                "ms_per_token": times,
+                **times,
                 "recompute_ms": row.get("recompute_ms"),
+                "recompute_cpu_ms": row.get("recompute_cpu_ms"),
                 "cache_bytes": sorted(set(row.get("cache_bytes", {}).values())),
             }
         )

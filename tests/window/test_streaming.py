@@ -45,8 +45,9 @@ def test_times_come_from_copies_of_every_length(model):
     ids = torch.randint(1, 128, (64,))
     _, copies = streaming.stream(model, ids, "window:20,sinks=4", chunk=16, every=32)
     times = streaming.time_steps(model, ids, copies, window=24, rounds=3)
-    assert list(times["ms_per_token"]) == [32, 64]
-    assert min(*times["ms_per_token"].values(), times["recompute_ms"]) > 0
+    for name in ("", "cpu_"):
+        assert list(times[f"{name}ms_per_token"]) == [32, 64]
+        assert min(*times[f"{name}ms_per_token"].values(), times[f"recompute_{name}ms"]) > 0
     assert [cache.get_seq_length() for cache in copies.values()] == [35, 67]
 
 
