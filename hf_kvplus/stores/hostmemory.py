@@ -7,10 +7,13 @@ has no neighbours. And pages that were never touched take nothing, so buffers ma
 
 from __future__ import annotations
 
+import ctypes
 import math
 import mmap
 import sys
 import weakref
+from functools import cache
+from typing import Any
 
 import torch
 
@@ -32,6 +35,24 @@ def map_memory(size: int) -> mmap.mmap:
     if sys.platform == "win32":
         return mmap.mmap(-1, size)
     return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+
+@cache
+def _heap_trimmer() -> Any:
+    """Returns the function of the C library that gives free pages of the heap back, or `None` where it has none."""
+    if sys.platform != "linux":
+        return None
+    return getattr(ctypes.CDLL(None), "malloc_trim", None)
+
+
+def trim_heap() -> None:
+    """Gives pages of the heap back that hold nothing, also those between others; does nothing without glibc.
+
+    What a model computes on the way grows with each chunk of a prompt, so one's holes are too small for the next.
+    """
+    trim = _heap_trimmer()
+    if trim is not None:
+        trim(0)
 
 
 class DensePool:

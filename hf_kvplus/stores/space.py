@@ -24,7 +24,7 @@ from hf_kvplus.checks import require_at_least, require_choice
 from hf_kvplus.codecs.base import Codec
 from hf_kvplus.stores.blockfile import BlockFile, OffloadError, Trash, import_xxhash
 from hf_kvplus.stores.directory import BlockDirectory, import_fcntl
-from hf_kvplus.stores.hostmemory import DensePool, empty_bytes
+from hf_kvplus.stores.hostmemory import DensePool, empty_bytes, trim_heap
 from hf_kvplus.stores.readahead import ReadAhead
 from hf_kvplus.stores.residency import LEAST_RECENTLY_USED, OLDEST, Residency
 from hf_kvplus.stores.runs import Run
@@ -41,6 +41,8 @@ NOTHING_SAVED = (
     "leave it out"
 )
 DEFAULT_DISK_BUDGET_BYTES = 1 << 26
+# Whoever packs as much at once has read a part of a prompt, whose computation leaves holes in the heap.
+TRIM_TOKENS = 256
 # A window drops its oldest blocks file by file.
 FILE_BYTES = 1 << 23
 
@@ -454,8 +456,15 @@ class Shelf:
     def changed(self, packed_tokens: int) -> None:
         """Tells how many tokens the layer has packed."""
         if packed_tokens != self.packed_tokens:
+            if self.outlives and packed_tokens - self.packed_tokens >= TRIM_TOKENS and self._is_last:
+                trim_heap()
             self.packed_tokens = packed_tokens
             self.shelves.space.changed(self.shelves)
+
+    @property
+    def _is_last(self) -> bool:
+        """Whether no layer behind this one has blocks here."""
+        return self.layer == max(layer for layer, _ in self.shelves.stores.keys())  # noqa: SIM118
 
     def describe(self) -> str:
         """Returns where blocks live, in a few words."""

@@ -8,10 +8,12 @@ import pickle
 import pytest
 import torch
 
+from conftest import tiny_llama_config
+from hf_kvplus import build_cache
 from hf_kvplus.codecs import Codec
 from hf_kvplus.recipes import Quantization
-from hf_kvplus.stores import PackedStore, readahead
-from hf_kvplus.stores.hostmemory import DensePool
+from hf_kvplus.stores import PackedStore, readahead, space
+from hf_kvplus.stores.hostmemory import DensePool, trim_heap
 from hf_kvplus.stores.offloaded import OffloadedStore
 from hf_kvplus.stores.residency import LEAST_RECENTLY_USED, OLDEST, Residency
 from hf_kvplus.stores.runs import Layout, Run
@@ -206,3 +208,19 @@ def test_dense_buffers_are_used_again_but_never_while_somebody_reads_them():
     del again
     pool.empty_like(like, (1, 3000, 400))  # what is too small goes back
     assert pool.held_bytes < before + 1.3 * 3000 * 400 * 4 - 300 * 400 * 4
+
+
+def test_the_heap_is_trimmed_once_for_a_part_of_a_prompt_and_not_while_decoding(monkeypatch):
+    trimmed = []
+    monkeypatch.setattr(space, "trim_heap", lambda: trimmed.append(1))
+    cache = build_cache("fp+offload:disk,budget=0", tiny_llama_config())
+    for tokens, times in ((400, 1), (1, 1), (400, 2), (70, 2)):
+        for layer in range(2):
+            cache.update(torch.ones(1, 2, tokens, 16), torch.ones(1, 2, tokens, 16), layer)
+        assert len(trimmed) == times
+
+
+def test_trimming_the_heap_does_no_harm():
+    held = torch.arange(1000)
+    trim_heap()
+    assert torch.equal(held, torch.arange(1000))
