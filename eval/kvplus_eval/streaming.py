@@ -64,7 +64,7 @@ def stream(model: PreTrainedModel, token_ids: torch.Tensor, strategy: str, chunk
     Returns:
         A row with `losses` per token (nats, the first token has none) and `cache_bytes` by position, and the copies.
     """
-    cache = build_cache(strategy, model.config)
+    cache = build_cache(strategy, model.config, model=model)
     losses, copies, last = [], {}, None
     for first in range(0, len(token_ids), chunk):
         piece = token_ids[None, first : first + chunk]
@@ -218,7 +218,7 @@ def divergence(
     model: PreTrainedModel, token_ids: torch.Tensor, strategy: str, against: str, chunk: int, last: int
 ) -> Row:
     """Returns the mean KL divergence in nats of one cache from another over the last tokens of a text."""
-    caches = [build_cache(name, model.config) for name in (against, strategy)]
+    caches = [build_cache(name, model.config, model=model) for name in (against, strategy)]
     values = []
     for first in range(0, len(token_ids), chunk):
         piece = token_ids[None, first : first + chunk]
