@@ -1,31 +1,49 @@
 """Loss on the text that recipes were tuned on beside loss on text that they weren't: `python -m kvplus_eval.heldout`.
 
 The recipes of this package were tuned on the first 8 windows of the text; any other window is held out. Both are
-measured in one pass a window, which equals a pass in chunks through a real cache (`hf_kvplus.plans.onepass`). Rows are
-printed and appended as they come.
+measured in one pass a window, which equals a pass in chunks through a real cache (`hf_kvplus.plans.onepass`). Each
+strategy's figures of each window are a row, appended as soon as they are known; a run that was stopped goes on where
+it was, and the page is made from rows alone. Windows of both sets come in turns, so an early stop leaves some of each.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import math
+from collections.abc import Iterable, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
 from rich.console import Console
+from rich.progress import Progress
 from rich.table import Table
 
 from hf_kvplus import build_cache
 from hf_kvplus.loading import load_model
 from hf_kvplus.plans.onepass import OnePass
-from kvplus_eval.ablation import PIECE_POSITIONS, head_dim_of, measure, stored_bits, summarize
+from hf_kvplus.report import markdown_table
+from kvplus_eval.ablation import PIECE_POSITIONS, head_dim_of, measure, stored_bits
 from kvplus_eval.data import cut_windows, load_text
+from kvplus_eval.metrics.perplexity import paired_interval
 from kvplus_eval.protocol import choose_strategies
 from kvplus_eval.results import run_facts
 
-SCHEMA = "kvplus-heldout/2"
+SCHEMA = "kvplus-heldout/3"
 TUNED_WINDOWS = 8
+TUNED, HELD_OUT = "tuned", "held out"
+PROTOCOL = ("text", "sha256", "window_tokens", "chunk_tokens", "stride")
+
+PAGE_HEAD = f"""# Text that the recipes weren't tuned on
+
+Made by `python -m kvplus_eval.heldout`; don't edit. The recipes were tuned on windows 0 to {TUNED_WINDOWS - 1};
+nothing was tuned, planned or calibrated on the held-out ones. *KL* is the mean divergence to the full cache in nats,
+*perplexity* its change; in parentheses 95 % over pieces of {PIECE_POSITIONS} compared positions. Behind them KL by
+window, in thousandths.
+"""
 
 
 def heldout(
@@ -38,16 +56,16 @@ def heldout(
     chunk_tokens: Annotated[int, typer.Option(min=1, help="Tokens fed at a time.")] = 64,
     stride: Annotated[int, typer.Option(min=1, help="Every so many positions are compared.")] = 1,
     rows: Annotated[Path, typer.Option(help="Rows, appended.")] = Path("heldout.jsonl"),
+    page: Annotated[Path | None, typer.Option(help="Markdown page to write from all of the rows.")] = None,
 ) -> None:
     """Measure strategies on tuned and on held-out windows."""
-    sets = {"tuned": _range("tuned", tuned), "held out": _range("others", others)}
-    if set(sets["tuned"]) & set(sets["held out"]) or min(sets["held out"]) < TUNED_WINDOWS:
+    sets = {TUNED: _range("tuned", tuned), HELD_OUT: _range("others", others)}
+    if set(sets[TUNED]) & set(sets[HELD_OUT]) or min(sets[HELD_OUT]) < TUNED_WINDOWS:
         raise ValueError(f"`others` must begin at window {TUNED_WINDOWS} or later, got {others!r}")
     names = choose_strategies(strategies)
     chosen = load_text(text)
     loaded, tokenizer, source = load_model(model)
-    last = max(map(max, sets.values()))
-    cut = cut_windows(chosen, tokenizer, windows=last + 1, window_tokens=window_tokens)
+    cut = cut_windows(chosen, tokenizer, windows=max(map(max, sets.values())) + 1, window_tokens=window_tokens)
     facts = {
         **run_facts(loaded, source),
         "schema": SCHEMA,
@@ -58,32 +76,160 @@ def heldout(
         "stride": stride,
     }
     positions = torch.arange(0, window_tokens - 1, stride)
-    found = []
-    with OnePass(loaded, chunk_tokens) as run:
-        for label, chosen_windows in sets.items():
-            scores: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {name: [] for name in names}
-            bits = {}
-            for index in chosen_windows:
-                with torch.inference_mode():
-                    reference = run.reference(cut[index], positions)
-                for name in names:
+    console = Console(stderr=True)
+    plans = {name: _plan_digest(name) for name in names}
+    known = {_key(row) for row in read_heldout(rows)} if rows.is_file() else set()
+    with OnePass(loaded, chunk_tokens) as run, Progress(console=console) as progress:
+        order = in_turns(sets)
+        task = progress.add_task("windows", total=len(order) * len(names))
+        for label, index in order:
+            reference = None
+            for name in names:
+                row = {**facts, "strategy": name, "plan_sha256": plans[name], "set": label, "window": index}
+                if _key(row) not in known:
+                    with torch.inference_mode():
+                        reference = reference or run.reference(cut[index], positions)
                     cache = build_cache(name, loaded.config, max_length=window_tokens, model=loaded)
-                    scores[name].append(measure(run, [reference], cache, [cut[index][positions + 1]]))
-                    bits[name] = stored_bits(cache, head_dim_of(loaded.config))
-            for name, parts in scores.items():
-                divergences, changes = (torch.cat(column) for column in zip(*parts, strict=True))
-                figures = summarize(divergences, changes, divergences)
-                row = {**facts, "strategy": name, "stored_bits": bits[name], "set": label, "windows": chosen_windows}
-                row |= _kept(figures)
-                found.append(row)
-                with rows.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(row) + "\n")
-    Console(stderr=True).print(_table(found, names))
+                    found = measure(run, [reference], cache, [cut[index][positions + 1]])
+                    row |= {"stored_bits": stored_bits(cache, head_dim_of(loaded.config)), **window_figures(*found)}
+                    with rows.open("a", encoding="utf-8") as file:
+                        file.write(json.dumps(row) + "\n")
+                progress.advance(task)
+    every = read_heldout(rows)
+    console.print(_table([row for row in every if row["strategy"] in names and _protocol(row) == _protocol(facts)]))
+    if page is not None:
+        page.write_text(write_page(every), encoding="utf-8")
     typer.echo(json.dumps({"rows": str(rows), "strategies": names}))
 
 
-def _kept(figures: dict[str, Any]) -> dict[str, Any]:
-    return {name: figures[name] for name in ("kl", "kl_low", "kl_high", "perplexity_change_percent")}
+def in_turns(sets: dict[str, Sequence[int]]) -> list[tuple[str, int]]:
+    """Returns label and index of every window, the first of each set first."""
+    columns = [[(label, index) for index in windows] for label, windows in sets.items()]
+    return [pair for pairs in zip_longest(*columns) for pair in pairs if pair is not None]
+
+
+def window_figures(divergences: torch.Tensor, changes: torch.Tensor) -> dict[str, Any]:
+    """Makes the figures of one window.
+
+    Args:
+        divergences: Nats, `(positions,)`.
+        changes: Change of loss in nats, likewise.
+
+    Returns:
+        Means over all positions and over pieces, in nats.
+    """
+    return {
+        "kl": float(divergences.mean()),
+        "loss_change": float(changes.mean()),
+        "kl_pieces": [float(piece.mean()) for piece in divergences.split(PIECE_POSITIONS)],
+        "loss_change_pieces": [float(piece.mean()) for piece in changes.split(PIECE_POSITIONS)],
+    }
+
+
+def summarize_windows(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Takes the windows of one strategy and one set together.
+
+    Args:
+        rows: Rows of windows of equal length.
+
+    Returns:
+        Mean KL in nats and change of perplexity in percent, each with both ends of its 95 % interval.
+    """
+    kl_low, kl_high = paired_interval([piece for row in rows for piece in row["kl_pieces"]])
+    ends = paired_interval([piece for row in rows for piece in row["loss_change_pieces"]])
+    low, high = (None if end is None else 100 * math.expm1(end) for end in ends)
+    return {
+        "windows": [row["window"] for row in rows],
+        "kl": sum(row["kl"] for row in rows) / len(rows),
+        "kl_low": kl_low,
+        "kl_high": kl_high,
+        "perplexity_percent": 100 * math.expm1(sum(row["loss_change"] for row in rows) / len(rows)),
+        "perplexity_low_percent": low,
+        "perplexity_high_percent": high,
+    }
+
+
+def read_heldout(path: Path) -> list[dict[str, Any]]:
+    """Reads rows back.
+
+    Raises:
+        ValueError: If a row has another schema.
+    """
+    found = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    for number, row in enumerate(found, 1):
+        if row.get("schema") != SCHEMA:
+            raise ValueError(f"`{path}`, row {number}: schema {row.get('schema')!r}, this version reads {SCHEMA!r}")
+    return found
+
+
+def write_page(rows: Sequence[dict[str, Any]]) -> str:
+    """Writes docs/heldout.md from rows."""
+    lines = [PAGE_HEAD]
+    for protocol in dict.fromkeys(map(_protocol, rows)):
+        lines += _section([row for row in rows if _protocol(row) == protocol])
+    return "\n".join(lines)
+
+
+def _section(rows: Sequence[dict[str, Any]]) -> list[str]:
+    first = rows[0]
+    title = (
+        f"{first['window_tokens']} tokens a window of {first['text']} (SHA-256 `{first['sha256'][:12]}`), chunks of "
+        f"{first['chunk_tokens']}, {_every(first['stride'])}."
+    )
+    cells = []
+    for name, sets in _by_strategy(rows).items():
+        bits = next(iter(sets.values()))[0]["stored_bits"]
+        line = [f"`{name}`", "–" if bits is None else f"{bits:.3f}"]
+        for label in (TUNED, HELD_OUT):
+            found = sets.get(label)
+            line += [*_cells(summarize_windows(found)), by_window(found)] if found else ["–"] * 3
+        cells.append(line)
+    header = ("strategy", "bits", *(f"{label}: {what}" for label in (TUNED, HELD_OUT) for what in FIGURES))
+    return [f"## {first['model']['name']}", "", title, "", markdown_table(header, cells), ""]
+
+
+FIGURES = ("KL", "perplexity", "by window")
+
+
+def _every(stride: int) -> str:
+    return "every position" if stride == 1 else f"one position of {stride}"
+
+
+def by_window(rows: Iterable[dict[str, Any]]) -> str:
+    """Returns the KL of each window in thousandths, with the windows' indices."""
+    return ", ".join(f"{row['window']}: {1000 * row['kl']:.3g}" for row in sorted(rows, key=lambda row: row["window"]))
+
+
+def _cells(figures: dict[str, Any]) -> list[str]:
+    kl, change = f"{figures['kl']:.3g}", f"{figures['perplexity_percent']:+.2f} %"
+    if figures["kl_low"] is not None:
+        kl += f" ({figures['kl_low']:.2g} to {figures['kl_high']:.2g})"
+        change += f" ({figures['perplexity_low_percent']:+.2f} to {figures['perplexity_high_percent']:+.2f})"
+    return [kl, change]
+
+
+def _by_strategy(rows: Iterable[dict[str, Any]]) -> dict[str, dict[str, list[dict[str, Any]]]]:
+    """Returns strategy -> set -> rows, in the order in which they came."""
+    found: dict[str, dict[str, list[dict[str, Any]]]] = {}
+    for row in rows:
+        found.setdefault(row["strategy"], {}).setdefault(row["set"], []).append(row)
+    return found
+
+
+def _protocol(row: dict[str, Any]) -> tuple[Any, ...]:
+    """Returns what rows must share to stand in one table."""
+    return row["model"]["name"], row["model"]["revision"], *(row[name] for name in PROTOCOL)
+
+
+def _key(row: dict[str, Any]) -> tuple[Any, ...]:
+    """Tells a measurement from others."""
+    return *_protocol(row), row["strategy"], row["plan_sha256"], row["window"]
+
+
+def _plan_digest(strategy: str) -> str | None:
+    """Returns the digest of a plan's file, so that another plan under the same name is measured anew."""
+    path = Path(strategy.removeprefix("plan:").partition("+")[0])
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16] if strategy.startswith("plan:") else None
 
 
 def _range(name: str, text: str) -> list[int]:
@@ -98,17 +244,14 @@ def _range(name: str, text: str) -> list[int]:
     return found
 
 
-def _table(rows: list[dict[str, Any]], names: list[str]) -> Table:
+def _table(rows: list[dict[str, Any]]) -> Table:
     """Puts both sets side by side; intervals are drawn over pieces of positions."""
     table = Table(title=f"KL to the full cache, 95 % over pieces of {PIECE_POSITIONS} positions", title_justify="left")
-    for column in ("strategy", "tuned", "perplexity", "held out", "perplexity"):
+    for column in ("strategy", TUNED, "perplexity", HELD_OUT, "perplexity"):
         table.add_column(column)
-    for name in names:
-        cells = []
-        for row in (row for row in rows if row["strategy"] == name):
-            interval = "" if row["kl_low"] is None else f" ({row['kl_low']:.2g} to {row['kl_high']:.2g})"
-            cells += [f"{row['kl']:.3g}{interval}", f"{row['perplexity_change_percent']:+.2f} %"]
-        table.add_row(name, *cells)
+    for name, sets in _by_strategy(rows).items():
+        cells = [_cells(summarize_windows(sets[label])) if label in sets else ["–"] * 2 for label in (TUNED, HELD_OUT)]
+        table.add_row(name, *cells[0], *cells[1])
     return table
 
 

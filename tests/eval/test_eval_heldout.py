@@ -5,7 +5,9 @@ import typer
 from typer.testing import CliRunner
 
 from checkpoints import save_tiny_checkpoint, write_words
-from kvplus_eval.heldout import heldout
+from hf_kvplus.layer_plan import LayerPlan
+from hf_kvplus.recipes import Quantization
+from kvplus_eval.heldout import heldout, read_heldout, summarize_windows
 
 
 @pytest.fixture
@@ -15,23 +17,58 @@ def app():
     return app
 
 
-def test_both_sets_are_measured_apart(tmp_path, app):
+@pytest.fixture
+def options(tmp_path):
+    """Options of a small measurement, but for the strategies."""
     save_tiny_checkpoint(tmp_path / "model")
     write_words(tmp_path / "text.txt", 2600)
-    options = ["--model", tmp_path / "model", "--text", tmp_path / "text.txt", "--strategies", "int4,int2"]
-    options += ["--tuned", "0", "--others", "8-9", "--window-tokens", "256", "--rows", tmp_path / "rows.jsonl"]
-    result = CliRunner().invoke(app, [str(option) for option in options])
+    options = ["--model", tmp_path / "model", "--text", tmp_path / "text.txt", "--tuned", "0", "--others", "8-9"]
+    options += ["--window-tokens", "256", "--rows", tmp_path / "rows.jsonl", "--page", tmp_path / "page.md"]
+    return [str(option) for option in options]
+
+
+def test_both_sets_are_measured_apart_in_turns(tmp_path, app, options):
+    result = CliRunner().invoke(app, [*options, "--strategies", "int4,int2"])
     assert result.exit_code == 0, result.output
-    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
-    assert [(row["strategy"], row["set"]) for row in rows] == [
-        ("int4", "tuned"),
-        ("int2", "tuned"),
-        ("int4", "held out"),
-        ("int2", "held out"),
+    rows = read_heldout(tmp_path / "rows.jsonl")
+    assert [(row["strategy"], row["set"], row["window"]) for row in rows] == [
+        (strategy, *window)
+        for window in (("tuned", 0), ("held out", 8), ("held out", 9))
+        for strategy in ("int4", "int2")
     ]
     assert rows[0]["kl"] != rows[2]["kl"]
     assert 0 < rows[2]["kl"] < rows[3]["kl"]
-    assert rows[2]["windows"] == [8, 9]
+    together = summarize_windows([row for row in rows if row["strategy"] == "int4" and row["set"] == "held out"])
+    assert together["windows"] == [8, 9]
+    assert together["kl"] == pytest.approx((rows[2]["kl"] + rows[4]["kl"]) / 2)
+    assert together["kl_low"] < together["kl"] < together["kl_high"]
+    assert together["perplexity_low_percent"] < together["perplexity_percent"] < together["perplexity_high_percent"]
+
+
+def test_a_second_run_measures_only_what_is_missing_and_the_page_has_all(tmp_path, app, options):
+    for strategies, count in (("int4", 3), ("int4,int2", 6), ("int2", 6)):
+        assert CliRunner().invoke(app, [*options, "--strategies", strategies]).exit_code == 0
+        assert len(read_heldout(tmp_path / "rows.jsonl")) == count
+    page = (tmp_path / "page.md").read_text()
+    assert "| `int4` | 4.461" in page
+    assert "| `int2` | 2.461" in page
+    assert "256 tokens a window" in page
+
+
+def test_another_plan_under_the_same_name_is_measured_anew(tmp_path, app, options):
+    path = tmp_path / "plan.json"
+    for nbits, count in ((8, 3), (2, 6), (2, 6)):
+        LayerPlan((Quantization(nbits, nbits),) * 2).save(path)
+        assert CliRunner().invoke(app, [*options, "--strategies", f"plan:{path}"]).exit_code == 0
+        assert len(read_heldout(tmp_path / "rows.jsonl")) == count
+    rows = read_heldout(tmp_path / "rows.jsonl")
+    assert rows[0]["kl"] < rows[3]["kl"]
+
+
+def test_rows_of_another_schema_are_refused(tmp_path):
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"schema": "kvplus-heldout/2"}) + "\n")
+    with pytest.raises(ValueError, match="schema 'kvplus-heldout/2', this version reads"):
+        read_heldout(tmp_path / "rows.jsonl")
 
 
 @pytest.mark.parametrize("others", ["7-9", "0-3", "x"])
