@@ -6,17 +6,19 @@ than the others: amortized growth of a buffer must not show as a pause.
 
 The `growth` part of a row (kind `bench-growth`, in `growth.jsonl`):
 
-    contexts                  the three lengths: the one subtracted, the one compared, the longest, in tokens
+    contexts                  the lengths, in tokens; the first is the one subtracted
     context_ms                what the longest context adds to a token, in ms
-    us_per_1k_tokens          that, per 1024 tokens of context, at the compared and at the longest length
-    linearity                 the second over the first: 1 if the time grows linearly
+    us_per_1k_tokens          what each length but the first adds, per 1024 tokens of context
+    linearity                 the last of these over the first: 1 if the time is in proportion to the context
+    off_line                  distance of the times at all lengths but the first from the straight line that fits them
+                              best, the largest as a share of `context_ms`; none with fewer than three such lengths
     steps, slowest_of_median  steps timed at the longest context, and the slowest over their median
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from statistics import median
+from statistics import linear_regression, median
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
@@ -43,8 +45,8 @@ def growth_rows(rows: Sequence[Row]) -> list[Row]:
     """Tells how each strategy's time grows.
 
     Args:
-        rows: Rows of one run of `kvplus bench`, three contexts or more. Compared are the last context and the one
-            before it; the first is subtracted.
+        rows: Rows of one run of `kvplus bench`, three contexts or more. The first, which stands for what a step costs
+            without a context, is subtracted from the others.
 
     Returns:
         A row for each strategy, in order; without figures where a context lacks them.
@@ -58,12 +60,12 @@ def _growth_row(rows: Sequence[Row]) -> Row:
     last = rows[-1]
     row = {name: last[name] for name in SHARED if name in last} | {"kind": "bench-growth", "growth": {}}
     if all(one["status"] == "ok" for one in rows):
-        row["growth"] = _figures([rows[0]["bench"], rows[-2]["bench"], last["bench"]])
+        row["growth"] = _figures([one["bench"] for one in rows])
     return row
 
 
 def _figures(points: Sequence[Row]) -> Row:
-    """Computes the figures from the `bench` parts of three contexts."""
+    """Computes the figures from the `bench` parts of all contexts."""
     lengths = [point["context_tokens"] for point in points]
     times = [point["decode_ms_per_token"] for point in points]
     steps = points[-1]["decode_ms"]
@@ -77,30 +79,40 @@ def _figures(points: Sequence[Row]) -> Row:
         "context_ms": times[-1] - times[0],
         "us_per_1k_tokens": slopes,
         # A cache whose time doesn't depend on the context has no slope to compare.
-        "linearity": slopes[1] / slopes[0] if slopes[0] > 0 else None,
+        "linearity": slopes[-1] / slopes[0] if slopes[0] > 0 else None,
+        "off_line": _off_line(lengths[1:], times[1:], times[-1] - times[0]),
         "steps": len(steps),
         "slowest_of_median": max(steps) / median(steps),
     }
+
+
+def _off_line(lengths: Sequence[int], times: Sequence[float], context_ms: float) -> float | None:
+    """Tells how far from a straight line the times are, as a share of the longest context's cost."""
+    if len(lengths) < LEAST_CONTEXTS or context_ms <= 0:
+        return None
+    slope, start = linear_regression(lengths, times)
+    return max(abs(start + slope * length - time) for length, time in zip(lengths, times, strict=True)) / context_ms
 
 
 def growth_table(rows: Sequence[Row]) -> Table:
     """Makes the table of how times grow, one line for each strategy."""
     table = Table(title="Growth of the time of a token", title_justify="left", box=SIMPLE_HEAD)
     table.add_column("strategy", no_wrap=True)
-    for head in ("context costs ms", "us per 1024 tokens", "linearity", "steps", "slowest of median"):
+    for head in ("context costs ms", "us per 1024 tokens", "linearity", "off the line", "steps", "slowest of median"):
         table.add_column(head, justify="right", no_wrap=True)
     for row in rows:
         growth = row["growth"]
         if not growth:
-            table.add_row(row["strategy"], row["status"], *["-"] * 4, style="dim")
+            table.add_row(row["strategy"], row["status"], *["-"] * 5, style="dim")
             continue
         slopes = " -> ".join(f"{slope:.0f}" for slope in growth["us_per_1k_tokens"])
-        linearity = growth["linearity"]
+        linearity, off_line = growth["linearity"], growth["off_line"]
         table.add_row(
             f"{row['strategy']} fused" if growth["fused"] else row["strategy"],
             f"{growth['context_ms']:.2f}",
             slopes,
             "-" if linearity is None else f"{linearity:.2f}",
+            "-" if off_line is None else f"{off_line:.1%}",
             str(growth["steps"]),
             f"{growth['slowest_of_median']:.2f}",
         )

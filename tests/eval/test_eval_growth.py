@@ -51,6 +51,23 @@ def test_time_that_grows_faster_than_the_context_shows():
     assert slow["growth"]["linearity"] < 1
 
 
+@pytest.mark.parametrize(
+    ("times", "off_line"),
+    [((40, 50, 52, 54, 56), 0), ((40, 42, 44, 46, 48), 0), ((40, 41, 41, 41, 48), 0.35), ((40, 50, 50, 50, 50), 0)],
+    ids=["a_start_and_a_line", "in_proportion", "a_jump", "flat"],
+)
+def test_distance_from_a_straight_line_leaves_out_what_a_context_costs_at_once(times, off_line):
+    contexts = (16, 2048, 4096, 6144, 8192)
+    (found,) = growth_rows([row("int4", context, ms) for context, ms in zip(contexts, times, strict=True)])
+    assert found["growth"]["off_line"] == pytest.approx(off_line, abs=1e-9)
+    assert len(found["growth"]["us_per_1k_tokens"]) == 4
+
+
+def test_three_contexts_are_too_few_for_a_line():
+    (found,) = growth_rows(rows_of("int4", (40, 42, 48)))
+    assert found["growth"]["off_line"] is None
+
+
 def test_the_slowest_step_is_compared_with_the_median_of_the_longest_context():
     (found,) = growth_rows(rows_of("int4", (40, 42, 48), steps=[48.0] * 511 + [150.0]))
     assert found["growth"]["steps"] == 512
