@@ -3,7 +3,8 @@
 PyTorch's operators walk over the states dozens of times to encode them; the compiled function reads them once and
 stays in the first-level cache. `affine` blocks come out to the bit as the operators' do. Those of `dual_scale` are
 computed in the same steps, but sums (of the rotation, of variances, of least squares) are added in another order, so
-that a value on the edge between two bytes may fall on the other side. What of a block comes out doesn't depend on how
+that a value on the edge between two bytes may fall on the other side; with a metric (see `feedback`) the channels of
+that token that are rounded after it then make up for another error. What of a block comes out doesn't depend on how
 many are encoded at once, which can't be said of the operators.
 """
 
@@ -17,6 +18,7 @@ import torch
 
 from hf_kvplus.codecs.base import PER_CHANNEL, Packed
 from hf_kvplus.codecs.compiled import TASKS_PER_THREAD, Arguments, small_rotation
+from hf_kvplus.codecs.feedback import require_fit
 from hf_kvplus.codecs.levels import UNIFORM
 from hf_kvplus.codecs.log_scale import CHANNEL_STEPS, TOKEN_STEPS, from_log_scale, to_log_scale
 from hf_kvplus.codecs.rotation import hadamard_order
@@ -25,6 +27,7 @@ from hf_kvplus.threads import find_runner
 if TYPE_CHECKING:
     from hf_kvplus.codecs.affine import AffineCodec
     from hf_kvplus.codecs.dual_scale import DualScaleCodec
+    from hf_kvplus.codecs.metric import KeyMetric
 
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
@@ -52,9 +55,10 @@ class Encoder:
     def encode_dual_scale(
         self, codec: DualScaleCodec, states: torch.Tensor, valid: torch.Tensor | None = None
     ) -> Packed:
-        """Encodes blocks with a codec that has no metric; see `Codec.encode`."""
+        """Encodes blocks; see `Codec.encode`."""
         k, a = self.kernel, self.arguments.numbers
         channels = states.shape[-1]
+        metric = [] if codec.metric is None else self._prepare_metric(codec.metric, codec.rotate, states)
         levels = codec.level_table()
         edges = ((levels[1:] + levels[:-1]) / 2).contiguous()
         packed, held = self._prepare(codec, states, valid)
@@ -71,11 +75,12 @@ class Encoder:
         a[k.ITERATIONS], a[k.CLIPS], a[k.REFINEMENTS] = codec.iterations, codec.clips, codec.refinements
         a[k.CORRECT], a[k.TABLE] = codec.correct_tokens, codec.levels != UNIFORM
         a[k.LEVELS], a[k.EDGES] = levels.data_ptr(), edges.data_ptr()
+        a[k.FACTOR], a[k.MOMENT] = (matrix.data_ptr() for matrix in metric) if metric else (0, 0)
         a[k.CHANNEL_TABLES], a[k.TOKEN_TABLES] = self.channel_tables.data_ptr(), self.token_tables.data_ptr()
         a[k.CHANNEL_SCALE], a[k.TOKEN_SCALE] = packed["channel_scale"].data_ptr(), token_scale.data_ptr()
         a[k.MEAN], a[k.MEAN_SCALE] = packed["mean"].data_ptr(), packed["mean_scale"].data_ptr()
         self._run(k.dual_scale_encoder())
-        del held
+        del held, metric
         return packed
 
     def encode_affine(self, codec: AffineCodec, states: torch.Tensor, valid: torch.Tensor | None = None) -> Packed:
@@ -91,6 +96,13 @@ class Encoder:
         self._run(k.affine_encoder())
         del held
         return packed
+
+    @staticmethod
+    def _prepare_metric(metric: KeyMetric, rotate: bool, states: torch.Tensor) -> list[torch.Tensor]:
+        """Returns both matrices of a metric that fits the states."""
+        factor = metric.factor(rotate)
+        require_fit(factor, states.shape[1], states.shape[-1])
+        return [factor, metric.moment(rotate).contiguous()]
 
     def _prepare(
         self, codec: DualScaleCodec | AffineCodec, states: torch.Tensor, valid: torch.Tensor | None

@@ -124,7 +124,7 @@ class DualScaleCodec(Codec):
 
     def encode(self, states: torch.Tensor, valid: torch.Tensor | None = None) -> Packed:
         """Normalizes, quantizes and packs whole blocks; see `Codec.encode`."""
-        encoder = find_encoder() if states.device.type == "cpu" and self.metric is None else None
+        encoder = find_encoder() if states.device.type == "cpu" else None
         if encoder and encoder.fits(states):
             return encoder.encode_dual_scale(self, states, valid)
         return self.encode_by_operators(states, valid)

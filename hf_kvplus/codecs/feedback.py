@@ -41,11 +41,7 @@ def round_with_feedback(
         ValueError: If the metric has other heads or channels than the states.
     """
     batch, heads, blocks, tokens, channels = states.shape
-    if factor.shape != (heads, channels, channels):
-        raise ValueError(
-            f"`calibration` is for (kv_heads, head_dim) {tuple(factor.shape[:2])}, these keys have "
-            f"{(heads, channels)}; make one for this model with `kvplus plan --calibrate`"
-        )
+    require_fit(factor, heads, channels)
     # Channels in front: a step reads one row and writes one row.
     order = (1, 4, 0, 2, 3)
     wanted = states.permute(order).reshape(heads, channels, -1, tokens)
@@ -65,3 +61,16 @@ def round_with_feedback(
     back = (2, 0, 3, 4, 1)
     shape = (heads, channels, batch, blocks, tokens)
     return codes.view(shape).permute(back), corrected.view(shape).permute(back)
+
+
+def require_fit(factor: torch.Tensor, heads: int, channels: int) -> None:
+    """Checks that a metric is one of as many heads and channels.
+
+    Raises:
+        ValueError: If it isn't.
+    """
+    if factor.shape != (heads, channels, channels):
+        raise ValueError(
+            f"`calibration` is for (kv_heads, head_dim) {tuple(factor.shape[:2])}, these keys have "
+            f"{(heads, channels)}; make one for this model with `kvplus plan --calibrate`"
+        )

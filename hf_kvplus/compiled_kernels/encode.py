@@ -23,6 +23,7 @@ from numba import cfunc, njit, types
 
 from hf_kvplus.attention import inner_loops, vectors
 from hf_kvplus.attention.inner_loops import count_up, read_float, scratch, write_float
+from hf_kvplus.attention.vectors import LANES
 from hf_kvplus.compiled_kernels import decode, encode_loops
 from hf_kvplus.compiled_kernels.decode import add_and_subtract_16, address_type, as_bytes, as_floats, rotate_16
 from hf_kvplus.compiled_kernels.encode_loops import (
@@ -31,12 +32,15 @@ from hf_kvplus.compiled_kernels.encode_loops import (
     column_sums,
     covers,
     divide_row,
+    dot,
+    feed_back,
     half_steps,
     invert,
     keep_better,
     largest_size,
     middles,
     multiply,
+    multiply_matrix,
     pack_plane,
     read_row,
     refine,
@@ -57,7 +61,9 @@ ORDER, MATRIX, ITERATIONS, CLIPS, REFINEMENTS, CORRECT, TABLE, LEVELS, EDGES = r
 CHANNEL_TABLES, TOKEN_TABLES, CHANNEL_SCALE, TOKEN_SCALE, MEAN, MEAN_SCALE = range(26, 32)
 # Of affine. GROUPS of a line, GROUP elements each.
 GROUPS, GROUP, SCALE, ZERO_POINT = range(32, 36)
-COUNT = 36
+# Of dual_scale with a metric: a matrix (channels, channels) for each head, see `hf_kvplus.codecs.metric`; or 0.
+FACTOR, MOMENT = range(36, 38)
+COUNT = 38
 
 MOST_TOKENS, MOST_CHANNELS = 128, 256
 STATES_BYTES, CODES_BYTES = 4 * MOST_TOKENS * MOST_CHANNELS, MOST_TOKENS * MOST_CHANNELS
@@ -72,8 +78,11 @@ UP = np.float32(2.0 ** (0.5 / 8))
 MEAN_UNIT = np.float32(2.0 ** (0.5 / 8) / 127)
 # Their products with the range of a channel are tried.
 CLIP_1, CLIP_2 = np.float32(0.85), np.float32(0.7)
+LEAST_VARIANCE = np.float32(encode_loops.LEAST_VARIANCE)
 LEAST_TOKEN_SCALE, MOST_TOKEN_SCALE = np.float32(2.0 ** (-127 / 16)), np.float32(2.0 ** (127 / 16))
 TOKENS_PER_LOGARITHM = 16
+# Vectors of tokens that are corrected at once: 48 tokens of AVX-512.
+TOGETHER = 3
 
 _MODULES = (__file__, encode_loops.__file__, inner_loops.__file__, vectors.__file__, decode.__file__)
 SOURCES = zlib.crc32(b"".join(Path(name).read_bytes() for name in _MODULES))
@@ -233,6 +242,128 @@ def fit(
     multiply(best_scale, scale, ONE, channels)
 
 
+@njit(error_model="numpy")
+def turn(states: int, turned: int, tokens: int, channels: int, width: int) -> None:
+    """Writes a block `(tokens, channels)` as `(channels, width)`; what is behind the tokens is 0."""
+    read, written = as_floats(states), as_floats(turned)
+    for channel in range(channels):
+        for token in range(tokens):
+            written[channel * width + token] = read[token * channels + channel]
+        for token in range(tokens, width):
+            written[channel * width + token] = ZERO
+
+
+@njit(error_model="numpy")
+def round_channel(
+    a: Any, turned: int, channel: int, factor: int, mean: Any, scale: Any, weights: int, sums: int, codes: int
+) -> None:
+    """Rounds one channel after the errors of those behind it were added; see `feed_back`.
+
+    Into `sums` go sums over the tokens that count: of levels and of what was rounded to them, of the squares of levels
+    and of both multiplied. In `turned` the channel's states give way to their errors.
+    """
+    channels, top, width = a[CHANNELS], (1 << a[NBITS]) - 1, (a[TOKENS] + LANES - 1) // LANES * LANES
+    behind, row = channels - 1 - channel, factor + 4 * (channel * channels + channel + 1)
+    step = scale[channel]
+    numbers = as_floats(sums)
+    numbers[0], numbers[1], numbers[2], numbers[3] = ZERO, ZERO, ZERO, ZERO
+    numbers[4], numbers[5], numbers[6] = mean[channel], step, ONE / step if step > ZERO else ZERO
+    edges, levels, first = a[EDGES], a[LEVELS], 0
+    while first < width:
+        here, there = turned + 4 * (channel * width + first), codes + channel * width + first
+        counts, several = weights + 4 * first, width - first >= TOGETHER * LANES
+        if a[TABLE] and several:
+            feed_back(here, row, counts, there, edges, levels, sums, behind, width, top, 1, TOGETHER)
+        elif a[TABLE]:
+            feed_back(here, row, counts, there, edges, levels, sums, behind, width, top, 1, 1)
+        elif several:
+            feed_back(here, row, counts, there, edges, levels, sums, behind, width, top, 0, TOGETHER)
+        else:
+            feed_back(here, row, counts, there, edges, levels, sums, behind, width, top, 0, 1)
+        first += TOGETHER * LANES if several else LANES
+
+
+@njit(error_model="numpy")
+def refit(
+    a: Any,
+    states: int,
+    turned: int,
+    factor: int,
+    weights: int,
+    sums: int,
+    codes: int,
+    mean_at: int,
+    scale_at: int,
+    work: int,
+    counted: int,
+) -> None:
+    """Fits offset and step of each channel to states that were corrected for the errors of others.
+
+    The first pass is made with what would be stored of the offsets and steps that came in. `work` has room for two
+    rows and a number.
+    """
+    channels, width = a[CHANNELS], (a[TOKENS] + LANES - 1) // LANES * LANES
+    table, count = as_floats(a[CHANNEL_TABLES]), np.float32(max(counted, 1))
+    mean, scale, found = as_floats(mean_at), as_floats(scale_at), as_floats(sums)
+    rounded_mean, rounded_scale = as_floats(work), as_floats(work + ROW_BYTES)
+    multiply(mean_at, work, ONE, channels)
+    store_offsets(work, codes, work + 2 * ROW_BYTES, a[CHANNEL_TABLES], channels)
+    for channel in range(channels):
+        rounded_scale[channel] = table[log_code(scale_at + 4 * channel, a[CHANNEL_TABLES])]
+    turn(states, turned, a[TOKENS], channels, width)
+    for channel in range(channels - 1, -1, -1):
+        round_channel(a, turned, channel, factor, rounded_mean, rounded_scale, weights, sums, codes)
+        level_mean, wanted_mean = found[0] / count, found[1] / count
+        variance = found[2] / count - level_mean * level_mean
+        slope = (found[3] / count - level_mean * wanted_mean) / max(variance, TINY)
+        if variance > LEAST_VARIANCE and slope > ZERO:
+            mean[channel], scale[channel] = wanted_mean - slope * level_mean, slope
+
+
+@njit(error_model="numpy")
+def assign_by_metric(
+    a: Any,
+    states: int,
+    turned: int,
+    factor: int,
+    weights: int,
+    sums: int,
+    plane: int,
+    mean: Any,
+    scale: Any,
+    codes: int,
+) -> None:
+    """Writes the codes of a block, `(tokens, channels)` bytes, chosen so that their errors are quiet in the metric."""
+    tokens, channels, width = a[TOKENS], a[CHANNELS], (a[TOKENS] + LANES - 1) // LANES * LANES
+    turn(states, turned, tokens, channels, width)
+    for channel in range(channels - 1, -1, -1):
+        round_channel(a, turned, channel, factor, mean, scale, weights, sums, plane)
+    read, written = as_bytes(plane), as_bytes(codes)
+    for token in range(tokens):
+        for channel in range(channels):
+            written[token * channels + channel] = read[channel * width + token]
+
+
+@njit(error_model="numpy")
+def measured_products(
+    a: Any, state: int, moment: int, codes: Any, mean: Any, scale: Any, measured: int, stored: int, sums: int
+) -> None:
+    """Writes a token's squared length in the metric and its product there with what its codes stand for."""
+    channels, levels, numbers = a[CHANNELS], as_floats(a[LEVELS]), as_floats(stored)
+    first = 0
+    while first < channels:
+        if channels - first >= 4 * LANES:
+            multiply_matrix(state, moment + 4 * first, measured + 4 * first, channels, 4)
+            first += 4 * LANES
+        else:
+            multiply_matrix(state, moment + 4 * first, measured + 4 * first, channels, 1)
+            first += LANES
+    for channel in range(channels):
+        numbers[channel] = levels[codes[channel]] * scale[channel] + mean[channel]
+    write_float(sums, dot(state, measured, channels))
+    write_float(sums + 4, dot(stored, measured, channels))
+
+
 @cache
 def dual_scale_encoder() -> Any:
     """Returns the compiled encoder of `dual_scale`, a Numba `cfunc`; its `address` takes that of the arguments."""
@@ -259,7 +390,7 @@ def _build_dual_scale(sources: int) -> Any:
         weights, token_at, inverse_token = scratch(COLUMN_BYTES), scratch(COLUMN_BYTES), scratch(COLUMN_BYTES)
         low, high, mean, scale = scratch(ROW_BYTES), scratch(ROW_BYTES), scratch(ROW_BYTES), scratch(ROW_BYTES)
         inverse, error, cover, best = scratch(ROW_BYTES), scratch(ROW_BYTES), scratch(ROW_BYTES), scratch(BEST_BYTES)
-        sums, number = scratch(64), scratch(64)
+        sums, number, turned = scratch(64), scratch(64), scratch(STATES_BYTES)
         tokens, channels, nbits, order = a[TOKENS], a[CHANNELS], a[NBITS], a[ORDER]
         line, top = 4 * channels, (1 << nbits) - 1
         groups = (a[BLOCKS] + a[BLOCKS_PER_TASK] - 1) // a[BLOCKS_PER_TASK]
@@ -276,6 +407,8 @@ def _build_dual_scale(sources: int) -> Any:
                 place = pair * a[BLOCKS] + block
                 source = a[STATES] + batch * a[STATES_B] + head * a[STATES_H] + block * a[STATES_N]
                 counted = 0
+                metric = 4 * head * channels * channels
+                set_all(weights, ZERO, tokens)
                 for t in range(tokens):
                     here = states + t * line
                     if a[VALID] and not as_bytes(a[VALID] + (batch * a[BLOCKS] + block) * tokens)[t]:
@@ -323,6 +456,8 @@ def _build_dual_scale(sources: int) -> Any:
                     fit(a, states, weights, mean, scale, cover, error, best, counted)
                 else:
                     multiply(cover, scale, UP, channels)
+                if a[FACTOR]:
+                    refit(a, states, turned, a[FACTOR] + metric, weights, sums, plane, mean, scale, best, counted)
                 unit = store_offsets(mean, codes, number, a[CHANNEL_TABLES], channels)
                 as_bytes(a[MEAN_SCALE])[place] = unit
                 for channel in range(channels):
@@ -332,9 +467,16 @@ def _build_dual_scale(sources: int) -> Any:
                     as_floats(scale)[channel] = channel_scales[code]
                 invert(scale, inverse, channels)
                 # Codes
+                means, scales = as_floats(mean), as_floats(scale)
+                if a[FACTOR]:
+                    assign_by_metric(a, states, turned, a[FACTOR] + metric, weights, sums, plane, means, scales, codes)
                 for t in range(tokens):
                     here, there = states + t * line, codes + t * channels
-                    if a[TABLE]:
+                    if a[FACTOR]:
+                        if a[CORRECT]:
+                            matrix, stored_codes = a[MOMENT] + metric, as_bytes(there)
+                            measured_products(a, here, matrix, stored_codes, means, scales, row, cover, sums)
+                    elif a[TABLE]:
                         assign_row(here, mean, scale, inverse, there, a[EDGES], a[LEVELS], sums, top, channels, 1)
                     else:
                         assign_row(here, mean, scale, inverse, there, a[EDGES], a[LEVELS], sums, top, channels, 0)

@@ -11,6 +11,7 @@ from hf_kvplus.codecs.affine import PER_CHANNEL, PER_TOKEN, AffineCodec
 from hf_kvplus.codecs.dual_scale import DualScaleCodec
 from hf_kvplus.codecs.levels import LLOYD_MAX, UNIFORM
 from hf_kvplus.codecs.log_scale import CHANNEL_STEPS, TOKEN_STEPS, to_log_scale
+from hf_kvplus.codecs.metric import KeyMetric, save_metrics
 from hf_kvplus.codecs.packing import unpack
 
 pytest.importorskip("numba")
@@ -239,3 +240,119 @@ def test_a_codec_with_other_options_isnt_taken_for_this_one():
         assert {name: tensor.shape for name, tensor in found.items()} == {
             name: tensor.shape for name, tensor in expected.items()
         }
+
+
+def make_metric(folder, heads, channels):
+    """Returns the metric of queries that look into few directions."""
+    generator = torch.Generator().manual_seed(3)
+    queries = torch.randn(heads, 4 * channels, channels, generator=generator) * torch.logspace(1, -1, channels)
+    queries = queries @ torch.linalg.qr(torch.randn(heads, channels, channels, generator=generator)).Q
+    path = folder / f"{heads}-{channels}.safetensors"
+    save_metrics(path, [queries.transpose(1, 2) @ queries / (4 * channels)])
+    return KeyMetric(path, 0)
+
+
+def measured_error(codec, packed, given, counted=None):
+    """Returns the error of what a payload decodes to in the metric, of the tokens that count."""
+    out = torch.empty(given.shape)
+    codec.decode_by_operators(packed, given.shape[-1], out)
+    moment = codec.metric.moment(rotate=False)
+    difference = out - given.float()
+    cost = torch.einsum("bhntc,hcd,bhntd->bhnt", difference, moment, difference)
+    return float((cost if counted is None else cost * counted[:, None]).sum())
+
+
+def require_as_good_in_the_metric(codec, given, valid=None):
+    """Nearly all bytes are equal and the whole is no worse.
+
+    Behind a tie the rest of a token's codes may differ, and with them what is fitted to the channels, by a byte.
+    """
+    found, expected = encoded(codec, given, valid)
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].shape == tensor.shape
+        assert found[name].dtype == tensor.dtype
+        apart = (found[name].int() - tensor.int()).abs() > (0 if name == "codes" else 1)
+        assert apart.float().mean() < 0.02, f"{name}: {apart.float().mean():.2%} differ"
+    ours, theirs = (measured_error(codec, packed, given, valid) for packed in (found, expected))
+    assert ours <= theirs * 1.002 + 1e-9
+
+
+@WIDTHS
+@SHAPES
+def test_feedback_is_that_of_the_operators_but_for_ties(tmp_path, nbits, tokens, head_dim):
+    codec = DualScaleCodec(
+        block_tokens=tokens,
+        nbits=nbits,
+        clips=3 if nbits < 4 else 1,
+        levels=LLOYD_MAX if nbits == 3 else UNIFORM,
+        correct_tokens=True,
+        metric=make_metric(tmp_path, 3, head_dim),
+    )
+    given = states(2, 3, 2, tokens, head_dim)
+    require_as_good_in_the_metric(codec, given)
+    plain = replace(codec, metric=None)
+    plain_error = measured_error(codec, encoded(plain, given)[0], given)
+    assert measured_error(codec, encoded(codec, given)[0], given) < 0.8 * plain_error
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"rotate": False},
+        {"iterations": 0},
+        {"refinements": 0},
+        {"correct_tokens": True, "clips": 2},
+        {"axis": PER_TOKEN, "levels": LLOYD_MAX, "nbits": 2},
+    ],
+    ids=str,
+)
+def test_feedback_without_parts(tmp_path, options):
+    codec = DualScaleCodec(block_tokens=48, metric=make_metric(tmp_path, 2, 64), **options)
+    require_as_good_in_the_metric(codec, states(2, 2, 3, 48, 64))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_feedback_of_half_precision(tmp_path, dtype):
+    codec = DualScaleCodec(block_tokens=48, nbits=3, correct_tokens=True, metric=make_metric(tmp_path, 2, 64))
+    require_as_good_in_the_metric(codec, states(1, 2, 3, 48, 64, dtype=dtype))
+
+
+def test_feedback_ignores_tokens_that_dont_count(tmp_path):
+    codec = DualScaleCodec(block_tokens=40, nbits=2, correct_tokens=True, metric=make_metric(tmp_path, 2, 64))
+    valid = torch.rand(2, 3, 40, generator=torch.Generator().manual_seed(1)) > 0.3
+    valid[1, 2] = False
+    given = states(2, 2, 3, 40, 64)
+    require_as_good_in_the_metric(codec, given, valid)
+    found, _ = encoded(codec, given, valid)
+    given[~valid[:, None].expand(-1, 2, -1, -1)] = torch.nan
+    require_equal(encoded(codec, given, valid)[0], found)
+
+
+def test_feedback_gives_a_block_the_same_codes_however_many_are_encoded_with_it(tmp_path):
+    codec = DualScaleCodec(block_tokens=48, nbits=3, correct_tokens=True, metric=make_metric(tmp_path, 2, 80))
+    given = states(2, 2, 5, 48, 80)
+    together, _ = encoded(codec, given)
+    for block in range(5):
+        alone, _ = encoded(codec, given[:, :, block : block + 1])
+        require_equal(alone, {name: tensor[:, :, block : block + 1] for name, tensor in together.items()})
+
+
+def test_feedback_stays_finite_whatever_comes_in(tmp_path):
+    codec = DualScaleCodec(block_tokens=48, nbits=2, clips=3, correct_tokens=True, metric=make_metric(tmp_path, 4, 32))
+    given = states(1, 4, 2, 48, 32)
+    given[0, 0] = 0
+    given[0, 1, 0, 3, :4] = torch.tensor([torch.inf, -torch.inf, torch.nan, 1e30])
+    given[0, 2, :, :, 5] = 7.0
+    given[0, 3, :, :, 11] += 3e4
+    found, _ = encoded(codec, given)
+    out = torch.empty(given.shape)
+    codec.decode(found, 32, out)
+    assert out.isfinite().all()
+    assert torch.equal(out[0, 0], torch.zeros_like(out[0, 0]))
+
+
+def test_codecs_with_a_metric_use_the_compiled_encoder(tmp_path, monkeypatch):
+    codec = DualScaleCodec(block_tokens=48, metric=make_metric(tmp_path, 1, 16))
+    monkeypatch.delattr(DualScaleCodec, "encode_by_operators")
+    assert codec.encode(states(1, 1, 1, 48, 16))["codes"].any()
