@@ -14,11 +14,14 @@ along RoPE, perhaps once per query). They have the mask's first slots, before th
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
+from transformers.utils import logging
 
 from hf_kvplus.layer import KVLayer
+
+logger = logging.get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,7 @@ class Kernel(Protocol):
 
     A kernel with a true attribute `reads_pieces` reads offloaded blocks some at a time; in the place of others the
     reference kernel reads them. One with an attribute `encoder` also encodes the states that a fused model stores, as
-    their codec would.
+    their codec would; one with an attribute `mover` copies new states into a layer's buffers, see `GrowingStore`.
     """
 
     def refuses(self, layer: KVLayer) -> str | None:
@@ -79,6 +82,16 @@ def heads_per_group(layer: KVLayer, query: torch.Tensor) -> int:
     return query.shape[1] // kv_heads
 
 
-def describe_refusal(kernel: Any, layer: KVLayer, reason: str) -> str:
-    """Returns a sentence for users about a layer that isn't read by a fused kernel."""
-    return f"fused attention: {reason}; layers like this one are decoded before they are read ({layer.describe()})"
+def say_decoded(reason: str) -> None:
+    """Tells a user once that states are decoded before they are read, and why."""
+    logger.warning_once(f"fused attention isn't used everywhere: {reason}. The states are decoded there instead.")
+
+
+def say_uncompiled(what: str, reason: str) -> None:
+    """Tells a user once what is read packed, but by plain PyTorch and not by a compiled kernel, and why.
+
+    Args:
+        what: What is read.
+        reason: A clause that names what doesn't fit; the same in every step, since each new one is told.
+    """
+    logger.warning_once(f"fused attention reads {what} by plain PyTorch products where {reason}.")

@@ -17,8 +17,8 @@ from hf_kvplus.attention.base import Scoring, heads_per_group
 from hf_kvplus.attention.cpu_run import Run, rows_per_pass
 from hf_kvplus.attention.latents import (
     absorb,
+    bends_mean,
     expand,
-    has_mean,
     inner_codec,
     say,
     score_offsets,
@@ -79,10 +79,8 @@ class LatentReader:
         self, layer: KVLayer, query: torch.Tensor, scoring: Scoring, mask: torch.Tensor | None, visible: int
     ) -> torch.Tensor:
         """Attends; see `Kernel.attend`."""
-        # A mean adds the same number to all products of a query, which soft-capping bends.
-        capped = scoring.softcap and has_mean(layer.codecs["keys"])
         batch, heads, queries, _ = query.shape
-        kernels = None if capped else self._kernels(layer, query)
+        kernels = None if bends_mean(layer.codecs["keys"], scoring) else self._kernels(layer, query)
         if kernels is None:
             return self.reference.attend(layer, query, scoring, mask, visible)
         kernel, a = self.kernel, self.kernel.workspace.arguments

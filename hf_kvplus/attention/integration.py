@@ -19,9 +19,8 @@ from weakref import WeakKeyDictionary
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import sdpa_mask
-from transformers.utils import logging
 
-from hf_kvplus.attention.base import Kernel, Scoring
+from hf_kvplus.attention.base import Kernel, Scoring, say_decoded, say_uncompiled
 from hf_kvplus.attention.dense import dense_attention
 from hf_kvplus.attention.reference import ReferenceKernel
 from hf_kvplus.checks import require_choice
@@ -39,8 +38,6 @@ MOST_QUERIES = 32
 
 # A model's own code that asks whether its attention is called "sdpa".
 DEPENDS_ON_NAME = re.compile(r"_attn_implementation\s*(?:==|!=|in\b|not in\b)[^\n]*[\"']sdpa[\"'][^\n:]*")
-
-logger = logging.get_logger(__name__)
 
 
 class FusedAttention:
@@ -115,10 +112,13 @@ class KernelReader:
 
     def accepts(self, layer: KVLayer, key_states: torch.Tensor) -> bool:
         """Whether a kernel answers these queries from the layer itself."""
-        if key_states.shape[2] > MOST_QUERIES or key_states.shape[2] == 0 or torch.compiler.is_compiling():
+        if key_states.shape[2] > MOST_QUERIES or key_states.shape[2] == 0:
+            return False
+        if torch.compiler.is_compiling():
+            say_decoded("the model runs under torch.compile")
             return False
         if torch.is_grad_enabled() and key_states.requires_grad:
-            _say("gradients are enabled; wrap the call in `torch.no_grad()`")
+            say_decoded("gradients are enabled; wrap the call in `torch.no_grad()`")
             return False
         known = self.answers.get(layer)
         if known is None or known[:2] != (layer.dtype, layer.device):
@@ -146,7 +146,10 @@ class KernelReader:
         else:
             reason = self.kernel_for(layer).refuses(layer)
         if reason:
-            _say(reason)
+            say_decoded(reason)
+        elif self.kernel_for(layer) is not self.kernel:
+            name = type(self.kernel).__name__
+            say_uncompiled("offloaded blocks", f"they come some at a time, which {name} doesn't take")
         return reason is None
 
 
@@ -164,6 +167,8 @@ def make_kernel(name: str, device: torch.device) -> Kernel:
         from hf_kvplus.attention.triton import TritonKernel
 
         return TritonKernel()
+    if name == "auto":
+        say_uncompiled("packed states", f"the device is {device.type}, for which there is no kernel")
     return ReferenceKernel()
 
 
@@ -233,7 +238,7 @@ def fused_attention_forward(
     try:
         reason = _obstacle(module, layer, query, key, attention_mask, options)
         if reason:
-            _say(reason)
+            say_decoded(reason)
             keys, values = layer.dense(handover.visible)
             return dense_attention(module, query, keys, values, attention_mask, **options)
         scaling = options.get("scaling")
@@ -266,10 +271,6 @@ def _obstacle(
     if mask is not None and (mask.dtype != torch.bool or mask.dim() != 4 or mask.shape[1] != 1):
         return "the mask isn't boolean or differs between heads"
     if mask is not None and tuple(mask.shape[2:]) != (query.shape[2], key.shape[2]):
-        return f"the mask is for {tuple(mask.shape[2:])} pairs, not {(query.shape[2], key.shape[2])}"
+        return "the mask isn't for the pairs of queries and tokens that the cache holds"
     return None
 
-
-def _say(reason: str) -> None:
-    """Tells a user once that something isn't fused."""
-    logger.warning_once(f"fused attention isn't used everywhere: {reason}. The states are decoded there instead.")

@@ -14,14 +14,12 @@ keeps its heads; then each head reads the latents of the other part by itself.
 from __future__ import annotations
 
 import torch
-from transformers.utils import logging
 
+from hf_kvplus.attention.base import Scoring, say_uncompiled
 from hf_kvplus.codecs import Codec
 from hf_kvplus.codecs.dual_scale import DualScaleCodec
 from hf_kvplus.codecs.latent import LatentCodec
 from hf_kvplus.layer import KVLayer
-
-logger = logging.get_logger(__name__)
 
 
 def has_latents(layer: KVLayer) -> bool:
@@ -99,9 +97,25 @@ def expand(codec: Codec, output: torch.Tensor) -> torch.Tensor:
     return _by_row(found, output.shape).contiguous()
 
 
+def bends_mean(codec: Codec, scoring: Scoring) -> bool:
+    """Whether a mean of the keys meets soft-capping, and then says once that the reference reads such latents.
+
+    A mean adds the same number to all products of a query, so compiled kernels add it to their logarithms of sums;
+    soft-capping bends each product by itself.
+
+    Args:
+        codec: Of the keys.
+        scoring: How scores come about.
+    """
+    found = bool(scoring.softcap) and has_mean(codec)
+    if found:
+        say("scores are soft-capped and a mean was taken off the keys (a bias, or keys without RoPE)")
+    return found
+
+
 def say(reason: str) -> None:
     """Tells a user once that a layer's latents aren't read by a compiled kernel."""
-    logger.warning_once(f"fused attention reads latents by plain PyTorch products where {reason}.")
+    say_uncompiled("latents", reason)
 
 
 def _decoder(codec: LatentCodec, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

@@ -15,8 +15,8 @@ import torch
 
 from hf_kvplus.attention.latents import (
     absorb,
+    bends_mean,
     expand,
-    has_mean,
     inner_codec,
     say,
     score_offsets,
@@ -70,11 +70,9 @@ class LatentReader:
     def attend(self, call: Call, mask: torch.Tensor | None) -> torch.Tensor:
         """Attends to the layer of a call; `mask` is as it was given, see `Kernel.attend`."""
         layer, scoring = call.layer, call.scoring
-        # A mean adds the same number to all products of a query, which soft-capping bends.
-        capped = scoring.softcap and has_mean(layer.codecs["keys"])
         if layer not in self.known:
             self.known[layer] = unread(layer) is None
-        if capped or not self.known[layer]:
+        if bends_mean(layer.codecs["keys"], scoring) or not self.known[layer]:
             return self.reference.attend(layer, call.query, scoring, mask, call.visible)
         call.padding = padding_counts(tuple(layer.padding.counts), layer.device)
         earlier = self._attend_packed(call) if call.packed_shares else None
