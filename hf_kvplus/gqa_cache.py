@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 from hf_kvplus.caches import KVPlusCache
 from hf_kvplus.gqa.projection import GQA, GQAProjection
@@ -27,6 +27,8 @@ class GQACache(KVPlusCache):
         projection: A `GQAProjection`, or the path of one by `kvplus calibrate-gqa`.
         residual_length: Most recent tokens that aren't projected.
         num_sink_tokens: First tokens of each row that aren't.
+        model: The model that will fill it, if it is at hand: a projection for other weights is then refused, and not
+            only one for another configuration.
 
     Raises:
         TypeError: If `config` isn't a transformers configuration.
@@ -45,5 +47,8 @@ class GQACache(KVPlusCache):
         projection: GQAProjection | str | Path | None = None,
         residual_length: int = 64,
         num_sink_tokens: int = 4,
+        model: PreTrainedModel | None = None,
     ) -> None:
         super().__init__(config, gqa=GQA(num_key_value_heads, projection, residual_length, num_sink_tokens))
+        if model is not None and self.projection is not None:
+            self.projection.check_model(model)

@@ -11,15 +11,14 @@ strategy `plan:PATH` follow it. It says nothing about a model that it wasn't mea
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 from hf_kvplus.codecs.metric import metrics_origin
-from hf_kvplus.fingerprint import config_fields, find_differences, fingerprint_model, sample_weights
+from hf_kvplus.fingerprint import config_fields, find_differences
+from hf_kvplus.origin import require_weights, require_weights_once
 from hf_kvplus.recipes import Quantization
 
 if TYPE_CHECKING:
@@ -27,8 +26,7 @@ if TYPE_CHECKING:
 
 FILE_FORMAT = "hf_kvplus layer plan"
 FORMAT_VERSION = 1
-# Weights rounded to bfloat16 and back are this close.
-DTYPE_ROUNDING = 2.0**-7
+COMMAND = "kvplus plan"
 
 
 @dataclass(frozen=True)
@@ -77,14 +75,13 @@ class LayerPlan:
     def check_model(self, model: PreTrainedModel) -> None:
         """Refuses a model with other weights, too, reading all of them; `build_cache(model=...)` does it once.
 
-        In another dtype weights aren't the same to the bit, so a few of them are compared with that tolerance. Where
-        weights can't be read (accelerate has put some on the device `meta`), the configuration decides alone.
+        Where weights can't be read, the configuration decides alone; see `hf_kvplus.origin`.
 
         Raises:
             ValueError: If the configuration or the weights differ from those that the plan was made for.
         """
         self.check(model.config.get_text_config(decoder=True))
-        _require_weights(self.model, model, "`layer_plan`")
+        require_weights(self.model, model, "`layer_plan`", COMMAND)
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the plan as JSON values."""
@@ -109,16 +106,6 @@ class LayerPlan:
         Path(path).write_text(f'{head},\n  "layers": [\n    {layers}\n  ]\n}}\n', encoding="utf-8")
 
 
-def describe_weights(model: PreTrainedModel) -> dict[str, Any]:
-    """Returns what tells a model's weights from others: digest, dtype and a sample, and the revision where known.
-
-    Raises:
-        ValueError: If the weights have no data (device `meta`).
-    """
-    fields: dict[str, Any] = dict(fingerprint_model(model).as_fields())
-    return {**fields, "dtype": str(model.dtype), "sample": sample_weights(model)}
-
-
 def check_origin(quantization: LayerPlan | Quantization, model: PreTrainedModel) -> None:
     """Refuses a plan or a calibration that was made for other weights.
 
@@ -134,33 +121,7 @@ def check_origin(quantization: LayerPlan | Quantization, model: PreTrainedModel)
         made_for, what = metrics_origin(quantization.calibration), f"`calibration` {quantization.calibration}"
     else:
         return
-    known = made_for.get("weights", "")
-    if known not in _FITTING.get(model, ()):
-        _require_weights(made_for, model, what)
-        _FITTING.setdefault(model, set()).add(known)
-
-
-# Digests of weights that a model was found to have.
-_FITTING: WeakKeyDictionary[PreTrainedModel, set[str]] = WeakKeyDictionary()
-
-
-def _require_weights(made_for: Mapping[str, Any], model: PreTrainedModel, what: str) -> None:
-    if not _same_weights(made_for, model):
-        raise ValueError(
-            f"{what} was made for other weights than this model has; make one for this model with `kvplus plan`"
-        )
-
-
-def _same_weights(made_for: Mapping[str, Any], model: PreTrainedModel) -> bool:
-    """Whether a model has the weights that a plan was made for, as far as both are known."""
-    known = made_for.get("weights")
-    if known is None or any(tensor.device.type == "meta" for tensor in model.parameters()):
-        return True
-    if made_for.get("dtype", str(model.dtype)) == str(model.dtype):
-        return fingerprint_model(model).weights == known
-    here, there = sample_weights(model), made_for.get("sample", [])
-    pairs = zip(here, there, strict=False)
-    return len(here) == len(there) and all(math.isclose(*pair, rel_tol=DTYPE_ROUNDING, abs_tol=1e-5) for pair in pairs)
+    require_weights_once(made_for, model, what, COMMAND)
 
 
 def load_plan(source: LayerPlan | Mapping[str, Any] | str | Path) -> LayerPlan:

@@ -15,8 +15,9 @@ from rich.table import Table
 
 from hf_kvplus.caches import text_config
 from hf_kvplus.gqa_commands import cut_end, require_text
-from hf_kvplus.layer_plan import LayerPlan, describe_weights
+from hf_kvplus.layer_plan import LayerPlan
 from hf_kvplus.loading import ALIASES, load_model
+from hf_kvplus.origin import describe_weights
 from hf_kvplus.plans.budget import Budget, parse_budget
 
 if TYPE_CHECKING:

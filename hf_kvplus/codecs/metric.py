@@ -87,7 +87,7 @@ def save_metrics(
         path: The file.
         moments: `(kv_heads, head_dim, head_dim)` second moment of the queries of each layer, `None` for layers that
             have none.
-        origin: What `hf_kvplus.layer_plan.describe_weights` tells of the model, so that another one is refused.
+        origin: What `hf_kvplus.origin.describe_weights` tells of the model, so that another one is refused.
 
     Raises:
         OSError: If the file can't be written.
@@ -119,14 +119,16 @@ def metrics_origin(path: str | Path) -> dict[str, Any]:
 
 @lru_cache(maxsize=16)
 def _inspect(path: str) -> tuple[str, frozenset[int]]:
-    """Returns a digest of the file and the layers in it."""
+    """Returns a digest of the matrices in a file and the layers that they belong to."""
     from safetensors import safe_open
 
     if not Path(path).is_file():
         raise FileNotFoundError(f"`calibration` {path}: no such file; make one with `kvplus plan --calibrate`")
     with safe_open(path, framework="pt") as file:
         layers = frozenset(int(name.partition(".")[2]) for name in file.keys())  # noqa: SIM118, not a dictionary
-    return hashlib.sha256(Path(path).read_bytes()).hexdigest(), layers
+    # Without the header, which has its metadata in no fixed order.
+    content = Path(path).read_bytes()
+    return hashlib.sha256(content[8 + int.from_bytes(content[:8], "little") :]).hexdigest(), layers
 
 
 @lru_cache(maxsize=512)

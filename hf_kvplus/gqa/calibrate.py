@@ -23,10 +23,11 @@ from transformers import PreTrainedModel
 
 from hf_kvplus.caches import text_config
 from hf_kvplus.checks import require_at_least, require_choice
-from hf_kvplus.fingerprint import config_fields, fingerprint_model
+from hf_kvplus.fingerprint import config_fields
 from hf_kvplus.gqa.grouping import search_groups
 from hf_kvplus.gqa.moments import LayerMoments, Moments, collect_moments
 from hf_kvplus.gqa.projection import GQAProjection, LayerProjection
+from hf_kvplus.origin import describe_weights
 from hf_kvplus.projections import HeadProjection
 
 METHODS = ("svd", "mean")
@@ -84,7 +85,7 @@ def calibrate_gqa(
     layers = solve(moments, num_key_value_heads, method=method, ranks=ranks, rotary=rotary)
     facts = {
         "config": config_fields(text_config(model.config)),
-        "weights": fingerprint_model(model).weights,
+        **describe_weights(model),
         "method": method,
         "ranks": ranks,
         "text": text,

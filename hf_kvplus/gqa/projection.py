@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 from hf_kvplus.cachefile import CacheFileError, read_metadata, write_file
 from hf_kvplus.checks import require_at_least
@@ -21,6 +21,7 @@ from hf_kvplus.codecs import Codec
 from hf_kvplus.codecs.identity import IdentityCodec
 from hf_kvplus.codecs.latent import LatentCodec
 from hf_kvplus.fingerprint import config_fields, find_differences
+from hf_kvplus.origin import require_weights_once
 from hf_kvplus.projections import HeadProjection
 
 FILE_FORMAT = "hf_kvplus head projection"
@@ -39,7 +40,8 @@ class GQAProjection:
     Args:
         layers: For each layer the projections of "keys" and "values"; empty for a layer that isn't compressed.
         num_key_value_heads: Heads' worth of channels that a layer stores on average.
-        facts: What is known of its origin, as JSON values: `config`, `weights`, `method`, `text` and more.
+        facts: What is known of its origin, as JSON values: `config`, what `describe_weights` tells (`weights` and
+            more), `method`, `text` and more.
         path: The file it was loaded from or saved to.
     """
 
@@ -74,6 +76,20 @@ class GQAProjection:
                 f"the head projection {self.path or ''} was calibrated for another model: {'; '.join(different[:6])}; "
                 "make one for this model with `kvplus calibrate-gqa`"
             )
+
+    def check_model(self, model: PreTrainedModel) -> None:
+        """Refuses a model with other weights, too, which are read once; see `hf_kvplus.origin`.
+
+        Args:
+            model: The model that fills the cache.
+
+        Raises:
+            ValueError: If the configuration or the weights differ from those that it was calibrated for.
+        """
+        self.check(model.config.get_text_config(decoder=True))
+        require_weights_once(
+            self.facts, model, f"the head projection {self.path or ''}".strip(), "kvplus calibrate-gqa"
+        )
 
     def codecs(self, layer: int, codecs: Sequence[Codec]) -> tuple[Codec, ...]:
         """Returns key and value codec of a layer, with its projections before `codecs` or before none."""

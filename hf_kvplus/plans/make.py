@@ -15,7 +15,8 @@ from transformers import PretrainedConfig
 from hf_kvplus.caches import KVPlusCache, text_config
 from hf_kvplus.estimate import estimate_memory, states_dtype
 from hf_kvplus.fingerprint import config_fields
-from hf_kvplus.layer_plan import LayerPlan, describe_weights
+from hf_kvplus.layer_plan import LayerPlan
+from hf_kvplus.origin import describe_weights
 from hf_kvplus.plans.budget import Budget
 from hf_kvplus.plans.measure import PARTS, layer_losses
 from hf_kvplus.plans.onepass import OnePass, Reference

@@ -28,8 +28,9 @@ def build_cache(
         strategy: Parts joined by `+`, for example `"k8v4"`; see `available_strategies`.
         config: The model's configuration.
         max_length: Tokens that a cache of fixed size must hold; only `hf-static` needs it.
-        model: The model that will fill it, if it is at hand: a layer plan or a calibration is then refused where it
-            was made for other weights, and not only for another configuration. Reads all weights the first time.
+        model: The model that will fill it, if it is at hand: a layer plan, a calibration or a head projection is then
+            refused where it was made for other weights, and not only for another configuration. Reads all weights the
+            first time.
 
     Returns:
         A cache for `model.generate(..., past_key_values=cache)`: a `KVPlusCache`, or transformers' own for `dynamic`
@@ -55,6 +56,8 @@ def build_cache(
     if model is not None and options.get("quantization") is not None:
         check_origin(options["quantization"], model)
     cache = KVPlusCache(config_checked, **options)
+    if model is not None and cache.projection is not None:
+        cache.projection.check_model(model)
     if not config.is_encoder_decoder:
         return cache
     encoder_options = {key: value for key, value in options.items() if key in ENCODER_OPTIONS}

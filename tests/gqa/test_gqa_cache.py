@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 
 import pytest
 import torch
 from planted import planted, windows
-from transformers import DynamicCache
+from transformers import DynamicCache, LlamaForCausalLM
+from typer.testing import CliRunner
 
-from conftest import tiny_llama
+from checkpoints import save_tiny_checkpoint, write_words
+from conftest import tiny_llama, tiny_llama_config
 from hf_kvplus import (
     CacheFileError,
     GQACache,
@@ -22,8 +25,10 @@ from hf_kvplus import (
     save_cache,
     use_fused_attention,
 )
+from hf_kvplus.cli import build_app
 from hf_kvplus.codecs.latent import LatentCodec
 from hf_kvplus.compat import cache_keyword
+from kvplus_eval.runner import make_cache
 
 KINDS = ("rope", "partial", "none")
 
@@ -276,6 +281,72 @@ def test_another_model_is_refused(path):
         ValueError, match="calibrated for another model: `config.hidden_size` is 64 in the file and 32"
     ):
         build_cache(f"gqa:2,projection={path}", tiny_llama(num_key_value_heads=4, hidden_size=32).config)
+
+
+def other_weights():
+    """A model of the same configuration as `llama`, with other weights."""
+    torch.manual_seed(1)
+    return LlamaForCausalLM(tiny_llama_config(num_key_value_heads=4)).eval()
+
+
+@pytest.mark.parametrize("parts", ["", "+int4", "+window:120,sinks=4"])
+def test_where_the_model_is_at_hand_its_weights_are_compared(llama, path, parts):
+    other, strategy = other_weights(), f"gqa:2,projection={path}{parts}"
+    # Twice each: what was found once is remembered for that model only.
+    for _ in range(2):
+        build_cache(strategy, llama.config, model=llama)
+        make_cache(strategy, llama, 100)
+        for build in (
+            partial(build_cache, strategy, other.config, model=other),
+            partial(make_cache, strategy, other, 9),
+        ):
+            with pytest.raises(ValueError, match="was made for other weights .* with `kvplus calibrate-gqa`"):
+                build()
+    # The configuration alone can't tell.
+    build_cache(strategy, other.config)
+
+
+def test_the_preset_compares_weights_where_it_gets_the_model(llama, path):
+    other = other_weights()
+    GQACache(llama.config, 2, path, model=llama)
+    with pytest.raises(ValueError, match="was made for other weights than this model has"):
+        GQACache(other.config, 2, path, model=other)
+    with pytest.raises(ValueError, match="was made for other weights than this model has"):
+        GQAProjection.load(path).check_model(other)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_projection_holds_in_another_dtype_of_the_same_weights(llama, path, dtype):
+    strategy = f"gqa:2,projection={path}"
+    rounded = copy.deepcopy(llama).to(dtype)
+    build_cache(strategy, rounded.config, model=rounded)
+    other = other_weights().to(dtype)
+    with pytest.raises(ValueError, match="made for other weights"):
+        build_cache(strategy, other.config, model=other)
+
+
+def test_commands_refuse_a_projection_of_other_weights(tmp_path):
+    folders = [str(save_tiny_checkpoint(tmp_path / name, seed=seed)) for seed, name in enumerate(("one", "two"))]
+    text, found = str(write_words(tmp_path / "text.txt", 700)), str(tmp_path / "one.safetensors")
+    small = ["--num-key-value-heads", "1", "--windows", "2", "--window-tokens", "96", "--text", text, "--out", found]
+
+    def run(*arguments):
+        return CliRunner().invoke(build_app(), [*arguments, "--device", "cpu"])
+
+    assert run("calibrate-gqa", "--model", folders[0], *small).exit_code == 0
+    strategy = f"gqa:1,projection={found}"
+    asked = ["--prompt", "w1 w2", "--max-new-tokens", "2", "--strategy", strategy]
+    assert run("generate", "--model", folders[0], *asked).exit_code == 0
+    refused = run("generate", "--model", folders[1], *asked)
+    assert refused.exit_code == 2
+    assert "was made for other weights" in refused.stderr
+    common = ["--model", folders[1], "--strategies", f"dynamic,{strategy}", "--text", text, "--out", str(tmp_path)]
+    sizes = ["--windows", "1", "--window-tokens", "200", "--timing-rounds", "0"]
+    for arguments in (["eval", *sizes], ["bench", "--context", "200", "--tokens", "2", "--rounds", "1"]):
+        done = run(*arguments, *common)
+        assert done.exit_code == 1
+        assert "failed: ValueError: the head projection" in done.stdout
+        assert "was made for other weights" in done.stdout
 
 
 def test_a_file_that_is_no_projection_is_refused(tmp_path, llama):
