@@ -66,10 +66,17 @@ class Strategy:
 
 @dataclass(frozen=True)
 class Case:
-    """An architecture with a strategy."""
+    """An architecture with a strategy.
+
+    Args:
+        architecture: The model.
+        strategy: The cache.
+        images: Whether a vision model's tokens hold an image.
+    """
 
     architecture: zoo.Architecture
     strategy: Strategy
+    images: bool = True
 
     @cached_property
     def model(self) -> PreTrainedModel:
@@ -82,9 +89,25 @@ class Case:
         return self.architecture.kind in ("seq2seq", "speech")
 
     @property
+    def has_images(self) -> bool:
+        """Whether some tokens stand for an image."""
+        return self.architecture.kind == "vision" and self.images
+
+    @property
     def tokens_name(self) -> str:
         """The argument that takes the tokens."""
         return "decoder_input_ids" if self.has_encoder else "input_ids"
+
+    @property
+    def mask_name(self) -> str:
+        """The argument that takes their mask."""
+        return "decoder_attention_mask" if self.has_encoder else "attention_mask"
+
+    def positions(self, positions: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Returns the argument that takes the tokens' positions, nothing for a model that counts columns instead."""
+        if self.architecture.counts_columns:
+            return {}
+        return {"decoder_position_ids" if self.has_encoder else "position_ids": positions}
 
     def cache(self, strategy: str | None = None) -> Cache:
         """Returns a new cache."""
@@ -103,64 +126,90 @@ class Case:
         ids = torch.randint(2, LEARNABLE, (batch, length), generator=generator)
         if self.has_encoder:
             ids[:, 0] = 1  # the token that decoding starts with, or else `generate` would put it in front
-        if self.architecture.kind == "vision" and length > 40:
+        if self.has_images and length > 40:
             place = zoo.VISION_PLACES
             image = [place["vision_start_token_id"], *[place["image_token_id"]] * 16, place["vision_end_token_id"]]
             ids[:, 8 : 8 + len(image)] = torch.tensor(image)
         return ids
 
-    def context(self, batch: int = 1) -> dict[str, torch.Tensor]:
-        """Returns what the model is given beside tokens: an encoder's input or an image."""
+    def context(self, batch: int = 1, lengths: list[int] | None = None) -> dict[str, torch.Tensor]:
+        """Returns what the model is given beside tokens: an encoder's input or an image.
+
+        Args:
+            batch: Number of rows.
+            lengths: Tokens of the encoder's input in each row, which is padded on the right; all by default.
+        """
         generator = torch.Generator().manual_seed(7)
         if self.architecture.kind == "seq2seq":
             ids = torch.randint(2, LEARNABLE, (1, zoo.ENCODER_TOKENS), generator=generator).repeat(batch, 1)
-            return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+            mask = torch.ones_like(ids)
+            for row, length in enumerate(lengths or ()):
+                ids[row, length:], mask[row, length:] = 0, 0
+            return {"input_ids": ids, "attention_mask": mask}
         if self.architecture.kind == "speech":
             return {
                 "input_features": torch.randn(1, 8, 2 * zoo.ENCODER_TOKENS, generator=generator).repeat(batch, 1, 1)
             }
-        if self.architecture.kind == "vision":
+        if self.has_images:
             patches = torch.randn(64, 3 * 2 * 4 * 4, generator=generator).repeat(batch, 1)
             return {"pixel_values": patches, "image_grid_thw": torch.tensor([[1, 8, 8]] * batch)}
         return {}
 
-    def inputs(self, tokens: torch.Tensor, mask: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+    def inputs(
+        self, tokens: torch.Tensor, mask: torch.Tensor | None = None, encoder_lengths: list[int] | None = None
+    ) -> dict[str, torch.Tensor]:
         """Returns the arguments of `generate` for `tokens`."""
-        arguments = {**self.context(tokens.shape[0]), self.tokens_name: tokens}
-        if not self.has_encoder:
-            arguments["attention_mask"] = torch.ones_like(tokens) if mask is None else mask
+        arguments = {**self.context(tokens.shape[0], encoder_lengths), self.tokens_name: tokens}
+        if mask is not None or not self.has_encoder:
+            arguments[self.mask_name] = torch.ones_like(tokens) if mask is None else mask
         return arguments | self._token_types(tokens)
 
     def _token_types(self, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
-        if self.architecture.kind != "vision":
+        if not self.has_images:
             return {}
         return {"mm_token_type_ids": (tokens == zoo.VISION_PLACES["image_token_id"]).int()}
 
     # Running
 
-    def generate(self, tokens: torch.Tensor, cache: Cache, mask: torch.Tensor | None = None, **options: Any) -> Any:
+    def generate(
+        self,
+        tokens: torch.Tensor,
+        cache: Cache,
+        mask: torch.Tensor | None = None,
+        encoder_lengths: list[int] | None = None,
+        **options: Any,
+    ) -> Any:
         """Generates with logits, scores and the cache in the result."""
         plain = {"max_new_tokens": NEW, "do_sample": False, "return_dict_in_generate": True}
         if self.architecture.kind == "vision":
             plain["suppress_tokens"] = list(zoo.VISION_PLACES.values())
-        inputs = self.inputs(tokens, mask)
-        if self.architecture.kind == "vision" and cache.get_seq_length() > 0:
+        inputs = self.inputs(tokens, mask, encoder_lengths)
+        if self.has_images and cache.get_seq_length() > 0:
             del inputs["pixel_values"]  # the image is in the cache already
-        options = {**plain, "output_logits": True, **options}
+        options = {**plain, "output_logits": True, **inputs, **options}
         # Whisper's own `generate` wraps this one and takes other options; it has a test of its own.
-        return GenerationMixin.generate(self.model, **inputs, past_key_values=cache, **options)
+        return GenerationMixin.generate(self.model, past_key_values=cache, **options)
 
     def forward(self, tokens: torch.Tensor, cache: Cache | None = None, **options: Any) -> torch.Tensor:
         """Runs the model on `tokens` and returns the logits, `(batch, seq, vocabulary)`."""
         arguments: dict[str, Any] = {self.tokens_name: tokens, "use_cache": cache is not None, **options}
         if self.has_encoder:
-            states = self.encoded.last_hidden_state.expand(tokens.shape[0], -1, -1)
-            arguments["encoder_outputs"] = BaseModelOutput(last_hidden_state=states)
+            arguments["encoder_outputs"] = self.encode(tokens.shape[0], arguments.pop("encoder_length", None))
         elif cache is None or cache.get_seq_length() == 0:
+            if self.architecture.kind == "vision":
+                self.model.model.rope_deltas = None  # of another image
             arguments.update(self.context(tokens.shape[0]), **self._token_types(tokens))
         if cache is not None:
             arguments[cache_keyword(self.model)] = cache
         return self.model(**arguments).logits
+
+    def extend(self, tokens: torch.Tensor, cache: Cache) -> torch.Tensor:
+        """Runs the model on tokens that follow those in the cache and returns the logits.
+
+        One by one where the model's recurrence would start anew, else all at once.
+        """
+        parts = tokens.split(1 if self.architecture.restarts else tokens.shape[1], dim=1)
+        return torch.cat([self.forward(part, cache) for part in parts], dim=1)
 
     def go_on(self, tokens: torch.Tensor, cache: Cache, **options: Any) -> Any:
         """Generates from a cache that holds the beginning of `tokens`.
@@ -168,6 +217,10 @@ class Case:
         transformers' `generate` stores all tokens of a decoder with an encoder again, whatever the cache holds; for
         such a model this is a loop of forward passes.
         """
+        held = cache.get_seq_length()
+        if self.architecture.restarts and 0 < held < tokens.shape[1] - 1:
+            with torch.no_grad():
+                self.extend(tokens[:, held:-1], cache)
         if not self.has_encoder:
             return self.generate(tokens, cache, **options)
         logits = []
@@ -177,42 +230,63 @@ class Case:
                 tokens = torch.cat([tokens, logits[-1].argmax(-1, keepdim=True)], dim=1)
         return SimpleNamespace(sequences=tokens, logits=logits)
 
-    @cached_property
-    def encoded(self) -> BaseModelOutput:
-        """What the encoder makes of the context."""
+    def encode(self, batch: int, length: int | None = None) -> BaseModelOutput:
+        """Returns what the encoder makes of the context, or of its first `length` tokens alone, in every row."""
+        given = {name: inputs for name, inputs in self.context().items() if name in ("input_ids", "input_features")}
+        if length is not None:
+            given = {name: inputs[:, :length] for name, inputs in given.items()}
         with torch.no_grad():
-            encoder = self.model.get_encoder()
-            return encoder(**{k: v for k, v in self.context().items() if k in ("input_ids", "input_features")})
+            states = self.model.get_encoder()(**given).last_hidden_state
+        return BaseModelOutput(last_hidden_state=states.expand(batch, -1, -1))
 
     # Oracles
 
     @torch.no_grad()
-    def reference(self, row: torch.Tensor) -> torch.Tensor:
-        """Returns the logits of one row of tokens `(seq,)` as they must be, `(seq, vocabulary)`."""
-        options = {}
+    def reference(self, row: torch.Tensor, **options: Any) -> torch.Tensor:
+        """Returns the logits of one row of tokens `(seq,)` as they must be, `(seq, vocabulary)`.
+
+        Args:
+            row: Tokens, without padding unless a mask in `options` tells it.
+            **options: Arguments of `forward`.
+        """
         if self.strategy.window:
             tokens, sinks = self.strategy.window
             query, key = torch.arange(len(row))[:, None], torch.arange(len(row))[None]
             seen = (key <= query) & ((key < sinks) | (query - key < tokens))
-            mask = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
-            options = {"attention_mask": mask[None, None], "position_ids": key}
+            if self.mask_name in options:
+                seen = seen & options[self.mask_name].bool()
+            options = {**self.positions(key), **options, self.mask_name: additive(seen)}
         return self.forward(row[None], **options)[0]
 
-    def check(self, logits: torch.Tensor, row: torch.Tensor, first: int) -> None:
-        """Compares `logits` `(steps, vocabulary)` with those of `row` from its token `first` on."""
-        expected = self.reference(row)[first : first + logits.shape[0]]
+    def check(self, logits: torch.Tensor, row: torch.Tensor, first: int, **options: Any) -> None:
+        """Compares `logits` `(steps, vocabulary)` with those of `row` from its token `first` on; see `reference`."""
+        expected = self.reference(row, **options)[first : first + logits.shape[0]]
         error, spread = (logits - expected).float().pow(2).mean().sqrt(), expected.float().std(-1).mean()
         loss = (error / spread).item()
         # A token that goes to another expert changes more than the error that sent it there.
         allowed = self.strategy.loss * (3 if self.architecture.experts and self.strategy.packs else 1)
         assert loss <= allowed, f"logits are off by {loss:.2g} of their spread, at most {allowed}"
 
-    def check_steps(self, output: Any, prompt: int, lengths: list[int] | None = None) -> None:
-        """Compares the logits of every step of every row; `lengths` are the real tokens of left-padded rows."""
+    def check_steps(
+        self,
+        output: Any,
+        prompt: int,
+        lengths: list[int] | None = None,
+        encoder_lengths: list[int] | None = None,
+    ) -> None:
+        """Compares the logits of every step of every row, each alone.
+
+        Args:
+            output: What `generate` returned.
+            prompt: Columns of the prompt.
+            lengths: Real tokens of left-padded rows.
+            encoder_lengths: Real tokens of the encoder's input.
+        """
         logits = torch.stack(output.logits, dim=1)
         for row, sequence in enumerate(output.sequences):
             pads = 0 if lengths is None else prompt - lengths[row]
-            self.check(logits[row], sequence[pads:], prompt - pads - 1)
+            options = {"encoder_length": encoder_lengths[row]} if encoder_lengths else {}
+            self.check(logits[row], sequence[pads:], prompt - pads - 1, **options)
 
     def check_scores(self, output: Any, prompt: int) -> None:
         """Compares the scores of beams with the log-probabilities of their tokens."""
@@ -236,6 +310,11 @@ class Case:
         if self.strategy.packs and self.architecture.packs:
             blocks = 1 if self.strategy.window else blocks
             assert max(layer.packed_blocks for layer in attention_layers(cache)) >= blocks
+
+
+def additive(seen: torch.Tensor) -> torch.Tensor:
+    """Returns the mask that is added to scores, `(1, 1, queries, keys)`, of one that is true where a key is seen."""
+    return torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)[None, None]
 
 
 def attention_layers(cache: Cache) -> list[KVLayer]:

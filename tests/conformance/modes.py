@@ -9,12 +9,12 @@ from __future__ import annotations
 import functools
 import pickle
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 import zoo
-from case import LEARNABLE, NEW, PROMPT, Case, attention_layers, copied, fingerprint
+from case import LEARNABLE, NEW, PROMPT, Case, additive, attention_layers, copied, fingerprint
 from transformers import StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
@@ -51,21 +51,25 @@ def mode(name: str, *unless: Callable[[Case], str | None]) -> Callable:
 
 
 def recurrent(case: Case) -> str | None:
-    return "a recurrent state can't be rolled back" if case.architecture.recurrent else None
+    if case.architecture.recurrent:
+        return "a recurrent state holds all tokens at once and can't give the last ones back, whichever cache"
+    return None
 
 
-def encoder(case: Case) -> str | None:
-    return "an encoder-decoder model takes no such input" if case.has_encoder else None
+def maskless(case: Case) -> str | None:
+    """Tells models of which a part mixes tokens that a mask keeps apart."""
+    if case.architecture.recurrent:
+        return "its recurrence takes in every token that follows a cache, whatever the mask, whichever cache"
+    convolves = case.architecture.convolves
+    return "its convolutions mix neighbours, whatever the mask, whichever cache" if convolves else None
 
 
-def vision(case: Case) -> str | None:
-    return "needs text without images" if case.architecture.kind == "vision" else None
-
-
-def token_bound(case: Case) -> str | None:
-    if case.architecture.name in ("Gemma 3n", "Gemma 4"):
-        return "the model looks up token ids in every layer, so it needs them"
-    return "the model's `generate` takes token ids only" if case.architecture.name == "Falcon-H1" else None
+def unguided(case: Case) -> str | None:
+    if case.has_encoder:
+        return "transformers' guidance runs its second half without an encoder's input, whichever cache"
+    if case.architecture.kind == "vision":
+        return "transformers' guidance passes no positions, and the model counts those of all tokens, whichever cache"
+    return None
 
 
 def restarting(case: Case) -> str | None:
@@ -73,31 +77,15 @@ def restarting(case: Case) -> str | None:
     return "its recurrence starts anew where several tokens follow a cache, whichever cache" if restarts else None
 
 
-def convolving(case: Case) -> str | None:
-    return "its convolutions mix neighbours, whatever the mask" if case.architecture.convolves else None
-
-
-def counting_window(case: Case) -> str | None:
-    windowed = case.architecture.window or case.strategy.window
-    return "its window counts padding between tokens, whichever cache" if windowed else None
-
-
-def remembering_rows(case: Case) -> str | None:
-    return "the model itself remembers an offset for each row" if case.architecture.kind == "vision" else None
-
-
-def windowed(case: Case) -> str | None:
+def windowed_alone(case: Case) -> str | None:
     if case.strategy.window:
-        return "a mask with a column for every token can't fit a cache that has let tokens go"
-    return "one mask can't fit layers that hold different tokens" if case.architecture.window else None
-
-
-def counted_positions(case: Case) -> str | None:
-    """Tells models that number tokens by the length of the cache, and hence can't be given positions."""
-    name = case.architecture.name
-    if case.has_encoder or name == "OPT":
-        return "the model takes no positions"
+        return "sinks and a window give each query a mask; another one for several at once is refused with an error"
     return None
+
+
+def text_alone(case: Case) -> Case:
+    """Returns the case without images."""
+    return replace(case, images=False)
 
 
 # Decoding
@@ -196,13 +184,14 @@ def check_assisted(case: Case, tokens: torch.Tensor, **options) -> None:
         assert torch.equal(output.sequences, plain.sequences)
 
 
-@mode("assisted (draft model)", recurrent, vision)
+@mode("assisted (draft model)", recurrent)
 def assisted(case: Case) -> None:
     check_assisted(case, case.tokens(), assistant_model=draft_model(case.architecture.name))
 
 
-@mode("prompt lookup", recurrent, vision)
+@mode("prompt lookup", recurrent)
 def prompt_lookup(case: Case) -> None:
+    case = text_alone(case)
     # What the model says is said in the prompt, so that looking it up succeeds.
     said = case.generate(case.tokens(length=PROMPT - 10), case.cache("dynamic"), max_new_tokens=10).sequences
     again = torch.cat([said[:, :1], said[:, 12:], said[:, 1:12]], dim=1)
@@ -219,16 +208,24 @@ def check_lookup(case: Case, tokens: torch.Tensor) -> None:
         assert torch.equal(output.sequences, case.generate(tokens, case.cache()).sequences)
 
 
-@mode("chunked prefill", encoder, vision, restarting)
+@mode("chunked prefill", restarting)
 def chunked_prefill(case: Case) -> None:
+    """By `prefill_chunk_size`; a decoder with an encoder, which that option isn't for, by several calls."""
+    case = text_alone(case)
     for chunk in (48, 150):
         tokens, cache = case.tokens(2), case.cache()
-        output = case.generate(tokens, cache, prefill_chunk_size=chunk)
+        if case.has_encoder:
+            with torch.no_grad():
+                for part in tokens[:, :-1].split(chunk, dim=1):
+                    case.forward(part, cache)
+            output = case.go_on(tokens, cache)
+        else:
+            output = case.generate(tokens, cache, prefill_chunk_size=chunk)
         case.check_steps(output, PROMPT)
         case.check_packed(cache)
 
 
-@mode("classifier-free guidance", encoder, vision)
+@mode("classifier-free guidance", unguided)
 def guidance(case: Case) -> None:
     tokens, options = case.tokens(), {"guidance_scale": 1.5, "negative_prompt_ids": case.tokens(length=40, seed=3)}
     output = case.generate(tokens, case.cache(), **options)
@@ -269,75 +266,121 @@ def returned_cache(case: Case) -> None:
 # Inputs
 
 
-@mode("left padding", encoder, vision)
-def left_padding(case: Case) -> None:
-    lengths = [PROMPT, 120, 65]
-    tokens, mask = case.tokens(3), torch.ones(3, PROMPT, dtype=torch.long)
+@mode("padded batch")
+def padded_batch(case: Case) -> None:
+    """Rows padded on the left, and of an encoder's input on the right; each says what it says alone."""
+    lengths, encoder_lengths = [PROMPT, 120, 65], None
+    if case.architecture.kind == "seq2seq":
+        encoder_lengths = [zoo.ENCODER_TOKENS, 70, 110]
+    if case.has_encoder and case.architecture.name == "BART":  # counts positions from the first column
+        lengths = [PROMPT] * 3
+    tokens, mask = torch.zeros(3, PROMPT, dtype=torch.long), torch.zeros(3, PROMPT, dtype=torch.long)
     for row, length in enumerate(lengths):
-        tokens[row, : PROMPT - length], mask[row, : PROMPT - length] = 0, 0
-    for options in ({},) if case.architecture.restarts else ({}, {"prefill_chunk_size": 60}):
+        tokens[row, PROMPT - length :], mask[row, PROMPT - length :] = case.tokens(3, length)[row], 1
+    chunked = not (case.architecture.restarts or case.has_encoder or case.has_images)
+    for options in ({}, {"prefill_chunk_size": 60}) if chunked else ({},):
         cache = case.cache()
-        output = case.generate(tokens, cache, mask, **options)
-        case.check_steps(output, PROMPT, lengths)
+        output = case.generate(tokens, cache, mask, encoder_lengths, **options)
+        case.check_steps(output, PROMPT, lengths, encoder_lengths)
         case.check_packed(cache)
 
 
-@mode("right continuation, 2D mask", encoder, vision, recurrent, convolving, counting_window, counted_positions)
+@mode("right continuation, 2D mask", maskless)
 def right_continuation(case: Case) -> None:
-    """Two rows share a prompt; their continuations differ in length and are padded on the right."""
-    cache, prefix, rest = case.cache(), case.tokens(2, 150), case.tokens(2, 40, seed=2)
-    mask = torch.ones(2, 190, dtype=torch.long)
-    mask[1, 170:] = 0
-    case.forward(prefix, cache)
-    case.forward(rest, cache, attention_mask=mask, position_ids=torch.arange(150, 190).repeat(2, 1))
-    last = case.tokens(2, 20, seed=4)
-    positions = torch.stack([torch.arange(190, 210), torch.arange(170, 190)])
-    mask = torch.cat([mask, torch.ones_like(last)], dim=1)
-    logits = case.forward(last, cache, attention_mask=mask, position_ids=positions)
+    """Two rows share a prompt; their continuations differ in length and are padded on the right.
+
+    A row says what it says alone; where padding between tokens shifts a window or a column that is the position, what
+    the model says without a cache to the same padded row.
+    """
+    case = text_alone(case)
+    parts = [case.tokens(2, length, seed) for length, seed in ((150, 0), (40, 2), (20, 4))]
+    cache, tokens, mask = case.cache(), torch.cat(parts, dim=1), torch.ones(2, 210, dtype=torch.long)
+    mask[1, 170:190] = 0
+    positions = torch.stack([torch.arange(210), torch.cat([torch.arange(190), torch.arange(170, 190)])])
+    for begin, end in ((0, 150), (150, 190), (190, 210)):
+        options = {case.mask_name: mask[:, :end], **case.positions(positions[:, begin:end])}
+        logits = case.forward(tokens[:, begin:end], cache, **options)
     case.check_packed(cache)
-    for row, stop in enumerate((190, 170)):
-        whole = torch.cat([prefix[row], rest[row], last[row]])[mask[row].bool()]
-        case.check(logits[row], whole, stop)
+    case.check(logits[0], tokens[0], 190)
+    if case.architecture.window or case.strategy.window or case.architecture.counts_columns:
+        case.check(logits[1], tokens[1], 190, **{case.mask_name: mask[1:]}, **case.positions(positions[1:]))
+    else:
+        case.check(logits[1], tokens[1, mask[1].bool()], 170)
 
 
-@mode("custom 4D mask", encoder, vision, recurrent, convolving, windowed, counted_positions)
+@mode("custom 4D mask", maskless, windowed_alone)
 def custom_mask(case: Case) -> None:
-    """Two branches behind one prompt in one call; neither may see the other."""
+    """Two branches behind one prompt in one call; neither may see the other.
+
+    A branch says what it says alone; where a column is the position, what the model says without a cache under the
+    same mask.
+    """
+    case = text_alone(case)
     cache, prefix, branches = case.cache(), case.tokens(1), case.tokens(2, 12, seed=6)
     case.forward(prefix, cache)
-    mask = torch.zeros(24, PROMPT + 24, dtype=torch.bool)
-    mask[:, :PROMPT] = True
-    for start in (0, 12):
-        mask[start : start + 12, PROMPT + start : PROMPT + start + 12] = torch.ones(12, 12, dtype=torch.bool).tril()
-    positions = torch.arange(PROMPT, PROMPT + 12).repeat(2)[None]
-    additive = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)[None, None]
-    logits = case.forward(branches.reshape(1, -1), cache, attention_mask=additive, position_ids=positions)
-    for branch, part in zip(branches, logits[0].split(12), strict=True):
+    whole = torch.cat([prefix, branches.reshape(1, -1)], dim=1)
+    seen = torch.ones(PROMPT + 24, PROMPT + 24, dtype=torch.bool).tril()
+    seen[PROMPT + 12 :, PROMPT : PROMPT + 12] = False
+    positions = torch.cat([torch.arange(PROMPT), torch.arange(PROMPT, PROMPT + 12).repeat(2)])
+    masks = masks_by_layer_type(case, cache, seen, positions)
+    options = {case.mask_name: masks, **case.positions(positions[None, PROMPT:])}
+    logits = case.forward(whole[:, PROMPT:], cache, **options)[0]
+    if case.architecture.counts_columns:
+        case.check(logits, whole[0], PROMPT, **{case.mask_name: additive(seen)})
+        return
+    for branch, part in zip(branches, logits.split(12), strict=True):
         case.check(part, torch.cat([prefix[0], branch]), PROMPT)
 
 
-@mode("inputs_embeds", encoder, vision, token_bound)
+def masks_by_layer_type(case: Case, cache, seen: torch.Tensor, positions: torch.Tensor):
+    """Returns the mask of the new tokens, one for each type of layer where layers hold different tokens."""
+    if not case.architecture.window:
+        return additive(seen[PROMPT:])
+    config, masks = case.model.config, {}
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"]
+    for kind in dict.fromkeys(kinds):
+        visible = seen
+        if kind == "chunked_attention":
+            visible = seen & (positions[:, None] // zoo.WINDOW == positions // zoo.WINDOW)
+        elif kind == "sliding_attention":
+            visible = seen & (positions[:, None] - positions < config.sliding_window)
+        _, first = cache.get_mask_sizes(len(seen) - PROMPT, kinds.index(kind))
+        masks[kind] = additive(visible[PROMPT:, first:])
+    return masks if case.architecture.window == "some" else masks["sliding_attention"]
+
+
+@mode("inputs_embeds")
 def embeddings(case: Case) -> None:
+    """The prompt as vectors, to `generate` where it takes them, else to the model itself."""
+    case = text_alone(case)
     tokens, cache = case.tokens(2), case.cache()
-    embedded = case.model.get_input_embeddings()(tokens)
-    output = case.model.generate(
-        inputs_embeds=embedded,
-        attention_mask=torch.ones_like(tokens),
-        past_key_values=cache,
-        max_new_tokens=NEW,
-        do_sample=False,
-        return_dict_in_generate=True,
-        output_logits=True,
-    )
-    output.sequences = torch.cat([tokens, output.sequences], dim=1)
-    case.check_steps(output, PROMPT)
+    if case.has_encoder or case.architecture.name in ("Gemma 3n", "Falcon-H1"):
+        with torch.no_grad():
+            case.forward(tokens, cache, **embedded_alone(case, tokens))
+        tokens = torch.cat([tokens, case_suffix(case, 1, 31, batch=2)], dim=1)
+        output = case.go_on(tokens, cache)
+    else:
+        options = {case.tokens_name: None, "inputs_embeds": case.model.get_input_embeddings()(tokens)}
+        output = case.generate(tokens, cache, **options)
+        output.sequences = torch.cat([tokens, output.sequences], dim=1)
+    case.check_steps(output, tokens.shape[1])
     case.check_packed(cache)
+
+
+def embedded_alone(case: Case, tokens: torch.Tensor) -> dict[str, torch.Tensor | None]:
+    """Returns the arguments of `forward` that give it vectors instead of tokens."""
+    if case.has_encoder:
+        return {"decoder_input_ids": None, "decoder_inputs_embeds": case.model.get_decoder().embed_tokens(tokens)}
+    given = {"input_ids": None, "inputs_embeds": case.model.get_input_embeddings()(tokens)}
+    if case.architecture.name == "Gemma 3n":
+        given["per_layer_inputs"] = case.model.model.get_per_layer_inputs(tokens)
+    return given
 
 
 # Using a cache again
 
 
-@mode("prefix reuse by deepcopy", restarting)
+@mode("prefix reuse by deepcopy")
 def prefix_reuse(case: Case) -> None:
     prefix, original = case.tokens(), case.cache()
     with torch.no_grad():
@@ -355,7 +398,7 @@ def case_suffix(case: Case, length: int, seed: int, batch: int = 1) -> torch.Ten
     return torch.randint(2, LEARNABLE, (batch, length), generator=generator)
 
 
-@mode("multi-turn chat", restarting)
+@mode("multi-turn chat")
 def multi_turn(case: Case) -> None:
     tokens, cache = case.tokens(length=100), case.cache()
     for turn in range(3):
@@ -392,11 +435,16 @@ def interrupted(case: Case) -> None:
         assert torch.equal(output.sequences, case.generate(tokens, case.cache(), max_new_tokens=20 + NEW).sequences)
 
 
-@mode("forward with gradients", restarting)
+@mode("forward with gradients")
 def gradients(case: Case) -> None:
+    """A prompt and what follows, each with its gradients; what is stored of them has none.
+
+    A model that takes one token at a time behind a prompt overwrites its state in place then, gradients or not: it has
+    them for the prompt alone.
+    """
     tokens, cache = case.tokens(length=PROMPT + 20), case.cache()
     parameters = [weight for weight in case.model.parameters() if weight.requires_grad]
-    for part in tokens.split([PROMPT, 20], dim=1):
+    for part in tokens.split([PROMPT, 20], dim=1)[: 1 if case.architecture.restarts else 2]:
         with torch.enable_grad():
             logits = case.forward(part, cache)
             gradients = torch.autograd.grad(logits.square().sum(), parameters, allow_unused=True)
@@ -404,6 +452,8 @@ def gradients(case: Case) -> None:
     assert not any(tensor.requires_grad for layer in attention_layers(cache) for tensor in layer.dense())
     assert not any(tensor.requires_grad for tensor in find_tensors(cache))
     copied(cache)
+    with torch.no_grad():
+        logits = case.extend(tokens[:, PROMPT:], cache) if case.architecture.restarts else logits
     case.check(logits.detach()[0], tokens[0], PROMPT)
 
 
@@ -423,7 +473,7 @@ def crop_and_continue(case: Case) -> None:
         case.check(logits[0], tokens[0], kept)
 
 
-@mode("row operations", restarting, remembering_rows)
+@mode("row operations")
 def row_operations(case: Case) -> None:
     """Selects, repeats and reorders rows between two forward passes."""
     tokens, cache = case.tokens(2), case.cache()
@@ -434,12 +484,26 @@ def row_operations(case: Case) -> None:
         cache.batch_select_indices(torch.tensor([0, 1, 2]))
         rows = [1, 0, 1]
         rest = case_suffix(case, 30, 9, batch=3)
-        logits = torch.cat([case.forward(part, cache) for part in rest.split(10, dim=1)], dim=1)
+        logits = torch.cat(
+            [
+                case.forward(part, cache, **known_positions(case, cache, part))
+                for part in rest.split(1 if case.architecture.restarts else 10, dim=1)
+            ],
+            dim=1,
+        )
     for row, source in enumerate(rows):
         case.check(logits[row], torch.cat([tokens[source], rest[row]]), PROMPT)
 
 
-@mode("pickle, reset, move", restarting)
+def known_positions(case: Case, cache, part: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Returns the positions of tokens behind an image, whose offset the model remembers for the rows that it saw."""
+    if not case.has_images:
+        return {}
+    first = cache.get_seq_length() + int(case.model.model.rope_deltas[0])
+    return {"position_ids": (first + torch.arange(part.shape[1])).expand(3, *part.shape)}
+
+
+@mode("pickle, reset, move")
 def pickled(case: Case) -> None:
     """A cache survives pickling in use, and after `reset` takes another batch size."""
     tokens, cache = case.tokens(length=PROMPT + 20), case.cache()
@@ -447,7 +511,7 @@ def pickled(case: Case) -> None:
         case.forward(tokens[:, :PROMPT], cache)
         again = pickle.loads(pickle.dumps(cache)).to("cpu")
         assert fingerprint(again) == fingerprint(cache)
-        case.check(case.forward(tokens[:, PROMPT:], again)[0], tokens[0], PROMPT)
+        case.check(case.extend(tokens[:, PROMPT:], again)[0], tokens[0], PROMPT)
     cache.reset()
     assert cache.get_seq_length() == 0
     assert cache.batch_size == -1

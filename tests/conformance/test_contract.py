@@ -274,10 +274,12 @@ def test_every_kind_of_layer_gets_a_class_and_says_so():
         ("Qwen3-Next", "assisted (draft model)"),
         ("Jamba", "prompt lookup"),
         ("Jamba", "chunked prefill"),
-        ("Qwen2-VL", "row operations"),
-        ("Mistral", "right continuation, 2D mask"),
+        ("T5", "classifier-free guidance"),
+        ("Whisper", "classifier-free guidance"),
+        ("Qwen2-VL", "classifier-free guidance"),
+        ("Falcon-H1", "right continuation, 2D mask"),
         ("LFM2", "custom 4D mask"),
-        ("Falcon-H1", "inputs_embeds"),
+        ("Jamba", "custom 4D mask"),
     ],
 )
 def test_what_is_said_not_to_apply_fails_with_transformers_own_cache_too(name, mode):

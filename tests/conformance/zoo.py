@@ -54,6 +54,7 @@ class Architecture:
         experts: Whether tokens are routed to experts, where a small error may become a large one.
         restarts: Whether its recurrence starts anew where several tokens follow a cache.
         convolves: Whether neighbours in the sequence mix, whatever the mask.
+        counts_columns: Whether a token's position is its column, whatever it is told and whatever padding lies before.
     """
 
     name: str
@@ -65,6 +66,7 @@ class Architecture:
     experts: bool = False
     restarts: bool = False
     convolves: bool = False
+    counts_columns: bool = False
     window: str = ""
 
 
@@ -322,6 +324,7 @@ add(
         "decoder_start_token_id": 1,
     },
     kind="seq2seq",
+    counts_columns=True,
 )
 SEQ2SEQ = {"d_model": 64, "encoder_layers": 1, "decoder_layers": 2, "decoder_start_token_id": 1}
 HEADS = {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 96, "decoder_ffn_dim": 96}
@@ -332,6 +335,7 @@ add(
     "BartForConditionalGeneration",
     {**SEQ2SEQ, **HEADS, "forced_eos_token_id": None},
     kind="seq2seq",
+    counts_columns=True,
 )
 add(
     "Whisper",
