@@ -200,13 +200,16 @@ def _head(row: Row) -> str:
     """Writes what was measured, on what, when."""
     model, text, protocol, device = row["model"], row["text"], row["protocol"], row["device"]
     versions = ", ".join(f"{name} {version}" for name, version in row["versions"].items() if version)
+    other = row.get("reference_model")
+    against = f"; compared with the full cache of {other['name']}, revision {other['revision']}" if other else ""
     return (
         "## Cache memory\n\n"
         f"What key/value caches of this model take and cost, measured with hf_kvplus on {row['date'][:10]}: "
         f"{model['name']}, revision {model['revision']}, {model['dtype']}; "
         f"{format_count(protocol['windows'], 'window')} of {protocol['window_tokens']} tokens of {text['name']} "
         f"(SHA-256 `{text['sha256']}`), fed in chunks of "
-        f"{protocol['chunk_tokens']} through the cache. {device['name']}, {device['threads']} threads; {versions}."
+        f"{protocol['chunk_tokens']} through the cache{against}. "
+        f"{device['name']}, {device['threads']} threads; {versions}."
     )
 
 

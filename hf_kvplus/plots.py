@@ -81,7 +81,8 @@ def plot_decode(rows: Sequence[Row], path: Path) -> None:
 def plot_loss(rows: Sequence[Row], path: Path) -> None:
     """Draws KL divergence against stored bits, both logarithmic, one point a strategy.
 
-    The reference itself isn't drawn, its divergence is zero. Points below the floor are drawn on it, as triangles.
+    The reference itself isn't drawn, its divergence is zero unless another model is the reference. Points below the
+    floor are drawn on it, as triangles.
 
     Args:
         rows: Result rows with status `ok`.
@@ -90,7 +91,8 @@ def plot_loss(rows: Sequence[Row], path: Path) -> None:
     figure, axes = _figure()
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
-    shown = [(row, color) for row, color in zip(rows, _colors(rows), strict=True) if not _is_reference(row)]
+    colored = zip(rows, _colors(rows), strict=True)
+    shown = [(row, color) for row, color in colored if row.get("reference_model") or not _is_reference(row)]
     points: list[tuple[float, float, str, str]] = []
     for row, color in shown:
         bits, loss = row["metrics"]["stored_bits_per_element"], row["metrics"]["kl_mean_nats"]

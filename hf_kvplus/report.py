@@ -58,8 +58,8 @@ def require_comparable(rows: Sequence[Row]) -> None:
     """Checks that rows can stand in one table."""
     if not rows:
         raise ValueError("a report needs at least one row")
-    for key in ("model", "text", "protocol"):
-        if any(row[key] != rows[0][key] for row in rows):
+    for key in ("model", "reference_model", "text", "protocol"):
+        if any(row.get(key) != rows[0].get(key) for row in rows):
             raise ValueError(f"the rows differ in `{key}`, so they can't be compared; choose rows of one run")
 
 
@@ -71,6 +71,7 @@ def _head(row: Row) -> str:
     return (
         f"# Cache evaluation: {model['name']}\n\n"
         f"- Model: {model['how']}, revision {model['revision']}, {model['dtype']}, attention `{model['attention']}`\n"
+        f"{_reference_line(row)}"
         f"- Text: {text['name']}, SHA-256 `{text['sha256']}`\n"
         f"- Protocol: {format_count(protocol['windows'], 'window')} of {protocol['window_tokens']} tokens, fed in "
         f"chunks of {protocol['chunk_tokens']} through the cache, each window with a fresh one\n"
@@ -80,6 +81,14 @@ def _head(row: Row) -> str:
         f"- Machine: {device['name']}, {device['threads']} threads; {versions}\n"
         f"- {row['date']}{commit}"
     )
+
+
+def _reference_line(row: Row) -> str:
+    """Writes which model's full cache figures compare with, where it isn't the model's own."""
+    other = row.get("reference_model")
+    if not other:
+        return ""
+    return f"- Compared with: the full cache of {other['name']} ({other['how']}, revision {other['revision']})\n"
 
 
 def _main_table(rows: Sequence[Row]) -> str:

@@ -14,12 +14,12 @@ from rich.progress import Progress
 
 from hf_kvplus.checks import require_choice
 from hf_kvplus.devices import measure_device
-from hf_kvplus.loading import DTYPES, load_config, load_model, resolve_device
+from hf_kvplus.loading import DTYPES, load_config, load_model, load_tokenizer, resolve_device
 from hf_kvplus.plots import plot_decode
 from hf_kvplus.report import write_report
 from kvplus_eval.bench import BenchPlan, run_bench
 from kvplus_eval.compare import Tolerances, compare_runs, compare_summary, compare_table, latest_run
-from kvplus_eval.data import cut_windows, load_text
+from kvplus_eval.data import EvalText, cut_windows, load_text
 from kvplus_eval.decode_peak import PeakJob, peak_table, watch_rows
 from kvplus_eval.evaluation import Finished, Job, asked, run_evaluation
 from kvplus_eval.growth import growth_rows, growth_table, require_contexts
@@ -29,6 +29,7 @@ from kvplus_eval.kernel_bench import Shape, kernel_summary, kernel_table, read_s
 from kvplus_eval.plan import make_plan
 from kvplus_eval.processes import Processes, join_processes, leave_processes
 from kvplus_eval.protocol import REFERENCE_STRATEGY, Protocol, choose_strategies, require_positions
+from kvplus_eval.reference_model import record_reference_model, require_same_vocabulary, require_same_windows
 from kvplus_eval.results import Row, append_rows, finished_rows, run_facts
 from kvplus_eval.suites import DEFAULT_STRATEGIES, OPTIONS, Settings, settle, suite_names
 from kvplus_eval.tables import bench_summary, bench_table, complaints, eval_summary, eval_tables, make_console
@@ -57,6 +58,13 @@ def _option(kind: Any, help_text: str, default: object) -> Any:
 def evaluate(
     suite: Annotated[str | None, typer.Option(help=f"{', '.join(suite_names())}, or a .yaml file.")] = None,
     model: Model = "smollm2-135m",
+    reference_model: Annotated[
+        str | None,
+        typer.Option(
+            help="Compare with the full cache of this model, for example the original of a converted checkpoint.",
+            show_default="the model's own",
+        ),
+    ] = None,
     strategies: _option(str, "Comma-separated; see `kvplus strategies`.", DEFAULT_STRATEGIES) = None,
     text: _option(str, "Text or .jsonl file, data set NAME:CONFIG:SPLIT, pydoc-topics.", "auto") = None,
     windows: _option(int, "Windows of text.", Protocol.windows) = None,
@@ -105,23 +113,29 @@ def evaluate(
     for task in settings.protocol.tasks:
         TASKS.get(task)
     if dry_run:
-        _print_plan(settings, names, model, dtype)
+        _print_plan(settings, names, (model, reference_model), dtype)
         return
     processes = join_processes(device)
     try:
-        where = (model, processes.device(device), dtype, device_map)
-        _evaluate(settings, names, where, (out, fresh, reuse), processes)
+        where = (processes.device(device), dtype, device_map)
+        _evaluate(settings, names, (model, reference_model), where, (out, fresh, reuse), processes)
     finally:
         leave_processes()
 
 
-def _print_plan(settings: Settings, names: list[str], model: str, dtype: str) -> None:
+def _print_plan(settings: Settings, names: list[str], models: tuple[str, str | None], dtype: str) -> None:
     """Prints what would be done, and what it would take on the device at hand."""
-    console = make_console()
+    console, (model, other) = make_console(), models
     plan = make_plan(
-        load_config(model), settings.protocol, names, measure_device(), None if dtype == "auto" else dtype
+        load_config(model),
+        settings.protocol,
+        names,
+        measure_device(),
+        None if dtype == "auto" else dtype,
+        reference=other and load_config(other),
     )
-    console.print(f"{model}: {len(names)} strategies: {', '.join(names)}", soft_wrap=True)
+    against = f", against the full cache of {other}" if other else ""
+    console.print(f"{model}{against}: {len(names)} strategies: {', '.join(names)}", soft_wrap=True)
     for table in plan.tables():
         console.print(table)
     console.print(plan.memory_line(), soft_wrap=True)
@@ -131,22 +145,26 @@ def _print_plan(settings: Settings, names: list[str], model: str, dtype: str) ->
 def _evaluate(
     settings: Settings,
     names: list[str],
-    where: tuple[str, str, str, str | None],
+    models: tuple[str, str | None],
+    where: tuple[str, str, str | None],
     into: tuple[Path, bool, bool],
     processes: Processes,
 ) -> None:
     """Loads text and model, evaluates, and lets the first process write and print."""
-    protocol, (out, fresh, reuse) = settings.protocol, into
+    protocol, (model, other), (out, fresh, reuse) = settings.protocol, models, into
     console = make_console() if processes.is_first else Console(quiet=True)
     chosen_text = load_text(settings.text, CHARACTERS_A_TOKEN * protocol.windows * protocol.window_tokens)
     console.print(chosen_text.describe(), soft_wrap=True)
-    loaded, tokenizer, source = load_model(*where)
-    console.print(f"model: {source.name} from {source.how}, {source.revision}", soft_wrap=True)
-    require_positions(loaded.config, protocol.most_positions)
-    cut = cut_windows(chosen_text, tokenizer, windows=protocol.windows, window_tokens=protocol.window_tokens)
-    job = Job(
-        loaded, source, chosen_text, cut, names, protocol, out, tokenizer=tokenizer, suite=settings.suite, fresh=fresh
-    )
+    reference = None
+    if other is not None:
+        began = _load_job(other, where, chosen_text, settings, out, console)
+        _require_comparable(began, model)
+        reference = record_reference_model(began, console, processes)
+        # Makes room for the model under test
+        del began
+        console.print(f"figures compare with the full cache of {other}", soft_wrap=True)
+    job = _load_job(model, where, chosen_text, settings, out, console)
+    job = replace(job, strategies=names, fresh=fresh, reference=reference)
     rows = processes.from_first(_earlier(job, out, console)) if reuse and not fresh else []
     if not rows:
         finished = run_evaluation(job, console, processes)
@@ -157,6 +175,31 @@ def _evaluate(
         _tell(rows, out, console)
     processes.gather(None)
     _leave(rows)
+
+
+def _load_job(
+    model: str,
+    where: tuple[str, str, str | None],
+    text: EvalText,
+    settings: Settings,
+    out: Path,
+    console: Console,
+) -> Job:
+    """Loads a model and cuts the text for it; strategies aren't chosen yet."""
+    protocol = settings.protocol
+    loaded, tokenizer, source = load_model(model, *where)
+    console.print(f"model: {source.name} from {source.how}, {source.revision}", soft_wrap=True)
+    require_positions(loaded.config, protocol.most_positions)
+    cut = cut_windows(text, tokenizer, windows=protocol.windows, window_tokens=protocol.window_tokens)
+    return Job(loaded, source, text, cut, [], protocol, out, tokenizer=tokenizer, suite=settings.suite)
+
+
+def _require_comparable(reference: Job, model: str) -> None:
+    """Checks, before a reference is computed, that the model under test can be compared with it."""
+    names, tokenizer, protocol = (reference.source.name, model), load_tokenizer(model), reference.protocol
+    require_same_vocabulary(names, (reference.tokenizer, tokenizer), (reference.model.config, load_config(model)))
+    cut = cut_windows(reference.text, tokenizer, windows=protocol.windows, window_tokens=protocol.window_tokens)
+    require_same_windows(names, (reference.windows, cut))
 
 
 def _earlier(job: Job, out: Path, console: Console) -> list[Row]:
@@ -226,6 +269,9 @@ def bench(
     shape: Annotated[
         str, typer.Option(help="With --kernels, numbers for batch, kv_heads, queries, head_dim and tokens.")
     ] = "kv_heads=8,queries=4,head_dim=128,tokens=32768",
+    plain_avx512: Annotated[
+        bool, typer.Option("--plain-avx512", help="With --kernels, also time PyTorch's bfloat16 on plain AVX-512.")
+    ] = False,
     growth: Annotated[bool, typer.Option(help="Tell how times grow, over three contexts or more.")] = False,
     peak_memory: Annotated[
         bool, typer.Option("--peak-memory", help="Watch the memory of decoding at the longest context, in processes.")
@@ -236,7 +282,8 @@ def bench(
 ) -> None:
     """Time one decoded token at given context lengths, strategies taking turns in one run."""
     if kernels:
-        _bench_kernels(choose_strategies(strategies), read_shape(shape), device, dtype, tokens * rounds, out)
+        names = choose_strategies(strategies)
+        _bench_kernels(names, read_shape(shape), device, dtype, tokens * rounds, out, held=plain_avx512)
         return
     plan = BenchPlan(_lengths(context), tokens, rounds, prefill_chunk_tokens, fused)
     if growth:
@@ -290,13 +337,15 @@ def _draw(rows: list[dict[str, Any]], path: Path) -> None:
         plot_decode(drawn, path)
 
 
-def _bench_kernels(names: list[str], shape: Shape, device: str, dtype: str, rounds: int, out: Path) -> None:
+def _bench_kernels(
+    names: list[str], shape: Shape, device: str, dtype: str, rounds: int, out: Path, *, held: bool
+) -> None:
     """Times attention alone."""
     where = resolve_device(device)
     require_choice("dtype", dtype, ("auto", *DTYPES))
     chosen = DTYPES.get(dtype, torch.float32 if where.type == "cpu" else torch.bfloat16)
     mine = [name for name in names if name != REFERENCE_STRATEGY]
-    rows = run_kernel_bench(mine, shape, device=where, dtype=chosen, rounds=rounds)
+    rows = run_kernel_bench(mine, shape, device=where, dtype=chosen, rounds=rounds, held=held)
     append_rows(out / "kernels.jsonl", rows)
     console = make_console()
     console.print(kernel_table(rows))

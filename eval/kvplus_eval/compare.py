@@ -22,7 +22,7 @@ from kvplus_eval.results import SCHEMA, Row, read_rows
 
 RESULTS_NAME = "results.jsonl"
 SAME = ("model.name", "model.revision", "model.dtype", "text.sha256", "protocol.windows", "protocol.window_tokens")
-SAME += ("protocol.chunk_tokens",)
+SAME += ("protocol.chunk_tokens", "reference_model.name", "reference_model.revision")
 # What a mean KL must exceed before it counts at all: below, float32 rounding decides
 FLOOR_NATS = 1e-9
 
@@ -112,7 +112,8 @@ def compare_runs(before: Sequence[Row], after: Sequence[Row], tolerances: Tolera
     """
     for name in SAME:
         part, key = name.split(".")
-        mine, theirs = before[0][part].get(key), after[0][part].get(key)
+        # Older rows have no reference model, and most newer ones have null there
+        mine, theirs = ((rows[0].get(part) or {}).get(key) for rows in (before, after))
         if mine != theirs:
             raise ValueError(f"the runs differ in {name}, {mine!r} and {theirs!r}, so they can't be compared")
     rows = {row["strategy"]: row for row in after}

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import transformers
@@ -37,6 +38,9 @@ from kvplus_eval.results import Row, eval_row, run_facts
 from kvplus_eval.runner import make_cache, record_reference, score_window
 from kvplus_eval.work import count_work
 
+if TYPE_CHECKING:
+    from kvplus_eval.reference_model import ReferenceModel
+
 
 @dataclass(frozen=True)
 class Job:
@@ -53,6 +57,7 @@ class Job:
         tokenizer: The model's tokenizer, which planted facts need.
         suite: Name of the suite that the protocol came from, None without one.
         fresh: Whether to throw away what an interrupted run left.
+        reference: The model whose full cache the figures compare with; None for this model's own.
     """
 
     model: PreTrainedModel
@@ -65,6 +70,7 @@ class Job:
     tokenizer: PreTrainedTokenizerBase | None = None
     suite: str | None = None
     fresh: bool = False
+    reference: ReferenceModel | None = None
 
 
 @dataclass(frozen=True)
@@ -93,6 +99,7 @@ def run_evaluation(job: Job, console: Console, processes: Processes | None = Non
     """
     processes = processes or Processes()
     facts = {**run_facts(job.model, job.source, processes.count), "question": fingerprint(asked(job))}
+    facts["reference_model"] = job.reference and job.reference.facts
     outcomes = [Outcome(strategy) for strategy in job.strategies]
     refuse_all(outcomes, job.protocol)
     journal = None
@@ -139,7 +146,9 @@ def question(job: Job) -> dict[str, object]:
 
 def asked(job: Job) -> dict[str, object]:
     """Returns all that the rows of an evaluation depend on, apart from the strategies that it names."""
-    return {**question(job), "protocol": asdict(job.protocol), "code": code_digest(), "kind": "eval"}
+    reference = job.reference and job.reference.question
+    facts = {"protocol": asdict(job.protocol), "reference": reference, "code": code_digest(), "kind": "eval"}
+    return {**question(job), **facts}
 
 
 def _open_journal(job: Job, processes: Processes, console: Console) -> Journal:
@@ -156,8 +165,33 @@ def _open_journal(job: Job, processes: Processes, console: Console) -> Journal:
 
 
 def _reference(job: Job, processes: Processes, bars: Bars) -> ReferenceStore:
-    """Computes the reference, or finds what an earlier run left, and says where it lies and how large it is."""
-    store = ReferenceStore.open(job.folder / "reference", question(job), job.protocol.predicted_tokens)
+    """Returns what strategies are compared with; of the model's own full cache the first window at least."""
+    if job.reference is None:
+        return prepare_reference(job, processes, bars)
+    own = _open_store(job)
+    if processes.is_first:
+        with bars.task("own full cache", len(job.windows[0]), counted=False):
+            record_reference(0, job.model, job.windows[0], job.protocol, own)
+    processes.gather(None)
+    return replace(job.reference.store, own=own)
+
+
+def _open_store(job: Job) -> ReferenceStore:
+    return ReferenceStore.open(job.folder / "reference", question(job), job.protocol.predicted_tokens)
+
+
+def prepare_reference(job: Job, processes: Processes, bars: Bars) -> ReferenceStore:
+    """Computes a model's reference, or finds what an earlier run left, and says where it lies and how large it is.
+
+    Args:
+        job: What is evaluated.
+        processes: This process among those that share the windows.
+        bars: Where progress is shown.
+
+    Returns:
+        The store, with the windows of this process.
+    """
+    store = _open_store(job)
     mine = processes.mine(job.windows)
     reused = sum(processes.gather(sum(store.has(index) for index, _ in mine)))
     with bars.task("reference", len(mine) * job.protocol.window_tokens) as advance:
@@ -177,7 +211,7 @@ def _gate(job: Job, outcomes: Sequence[Outcome], store: ReferenceStore, processe
     reason = None
     if processes.is_first and any(is_ours(outcome.strategy) for outcome in outcomes):
         gate = Outcome("gate")
-        gate.attempt(lambda: check_gate(job.model, job.windows[0], job.protocol, store) and None)
+        gate.attempt(lambda: check_gate(job.model, job.windows[0], job.protocol, store.itself) and None)
         reason = gate.reason
     reason = processes.from_first(reason)
     for outcome in outcomes:
@@ -251,12 +285,11 @@ def _noise(job, outcomes, store, journal, processes, bars) -> None:
             values = []
             with bars.task(f"noise: {kind}", len(chosen) * job.protocol.window_tokens) as advance:
                 for index, token_ids in chosen:
-                    if index % processes.count:
-                        # Machines without a common disk have the reference of their own windows only
-                        record_reference(index, job.model, token_ids, job.protocol, store)
+                    # Machines without a common disk have the reference of their own windows only
+                    record_reference(index, job.model, token_ids, job.protocol, store.itself)
                     key = ("noise", kind, index)
                     if not journal.has(*key):
-                        value = measure_noise(kind, index, job.model, token_ids, job.protocol, store, advance)
+                        value = measure_noise(kind, index, job.model, token_ids, job.protocol, store.itself, advance)
                         journal.save(value, *key)
                     values.append(journal.load(*key))
             noise[kind] = sum(values) / len(values)

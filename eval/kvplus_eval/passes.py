@@ -34,6 +34,7 @@ def measure_layers(
     if not job.protocol.sensitivity_tokens:
         return
     # Machines without a common disk have the reference of their own windows only
+    store = store.itself
     record_reference(0, job.model, job.windows[0], job.protocol, store)
     for outcome in outcomes:
         if outcome.status != "ok" or not has_sensitivity(outcome.strategy):
@@ -146,6 +147,8 @@ def _time_round(job: Job, outcome: Outcome, turn: int, journal: Journal) -> None
 
 def _reference_text(job: Job, by_name: dict[str, Outcome], journal: Journal) -> list[int]:
     """Returns the reference's greedy text, decoding it where the reference isn't among the strategies."""
+    if job.reference is not None:
+        return job.reference.greedy_ids
     if REFERENCE_STRATEGY in by_name and by_name[REFERENCE_STRATEGY].status == "ok":
         return by_name[REFERENCE_STRATEGY].measured.greedy_ids
     if not journal.has("reference text"):

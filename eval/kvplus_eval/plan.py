@@ -11,6 +11,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
+import torch
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from transformers import PretrainedConfig
@@ -77,6 +78,8 @@ def make_plan(
     device: Device,
     dtype: str | None = None,
     processes: int = 1,
+    *,
+    reference: PretrainedConfig | None = None,
 ) -> Plan:
     """Estimates what an evaluation would take.
 
@@ -87,24 +90,38 @@ def make_plan(
         device: The device, as `measure_device` describes it.
         dtype: Type of weights and states, None for the configuration's own.
         processes: How many processes would share it.
+        reference: Configuration of the model whose full cache is compared with; None for the model's own.
 
     Returns:
         The plan.
     """
-    profile, kind = profile_model(config), states_dtype(config, dtype)
-    weight_bytes = profile.active_parameters * kind.itemsize
-    flops = 2 * profile.active_parameters + attention_flops(config, max(1, protocol.window_tokens // 2))
+    kind = states_dtype(config, dtype)
+    costs = _step_costs(config, protocol, kind)
+    others = costs if reference is None else _step_costs(reference, protocol, kind)
     load_s = 0.0
     parts = []
     layers = config.get_text_config(decoder=True).num_hidden_layers
     for work in list_work(protocol, strategies, layers):
         if work.tokens:
             share = processes if work.shared else 1
-            parts.append((work.name, work.tokens, load_s + _seconds(work, flops, weight_bytes, device) / share))
-    full = estimate_memory(config, protocol.most_positions, strategy=REFERENCE_STRATEGY, dtype=kind)
+            needed = others if work.name == "reference" else costs
+            parts.append((work.name, work.tokens, load_s + _seconds(work, *needed, device) / share))
+    full_bytes = max(
+        estimate_memory(one, protocol.most_positions, strategy=REFERENCE_STRATEGY, dtype=kind).cache_bytes
+        for one in (config, reference or config)
+    )
     vocab = config.get_text_config().vocab_size
     reference_bytes = protocol.windows * protocol.predicted_tokens * vocab * REFERENCE_ELEMENT_BYTES
-    return Plan(tuple(parts), sum(part[2] for part in parts), weight_bytes, full.cache_bytes, reference_bytes)
+    # No two models are held at a time
+    weight_bytes = max(costs[1], others[1])
+    return Plan(tuple(parts), sum(part[2] for part in parts), weight_bytes, full_bytes, reference_bytes)
+
+
+def _step_costs(config: PretrainedConfig, protocol: Protocol, kind: torch.dtype) -> tuple[int, int]:
+    """Returns the operations of a model for a token, and the bytes of its weights."""
+    profile = profile_model(config)
+    flops = 2 * profile.active_parameters + attention_flops(config, max(1, protocol.window_tokens // 2))
+    return flops, profile.active_parameters * kind.itemsize
 
 
 def _seconds(work: Work, flops: int, weight_bytes: int, device: Device) -> float:

@@ -32,10 +32,18 @@ class ReferenceStore:
     Args:
         folder: Where the files lie; its name ends with the fingerprint.
         positions: Predicted tokens in a window.
+        own: If these are another model's, the store of the full cache of the model under test, first window alone;
+            `None` if they're its own.
     """
 
     folder: Path
     positions: int
+    own: ReferenceStore | None = None
+
+    @property
+    def itself(self) -> ReferenceStore:
+        """The store that compares a model with itself."""
+        return self.own or self
 
     @classmethod
     def open(cls, root: Path, question: dict[str, object], positions: int) -> ReferenceStore:

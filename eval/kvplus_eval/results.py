@@ -15,6 +15,7 @@ Schema `kvplus-eval/1`, kind `eval`:
     layer_sensitivity         one object a layer quantized alone: layer, kl_nats; empty unless asked for
     findings                  faults that don't void the figures, in words
     model                     name, how, revision, dtype, parameters, attention
+    reference_model           the same of the model whose full cache figures compare with, null for the model's own
     text                      name, sha256 (of the decoded text, UTF-8, newlines as line ends), file_sha256 (of the
                               file's bytes, as sha256sum prints it; null without a file), characters
     suite, protocol           name of the suite or null; the fields of `Protocol`
@@ -86,15 +87,20 @@ def run_facts(model: PreTrainedModel, source: ModelSource, processes: int = 1) -
         "schema": SCHEMA,
         "run": uuid.uuid4().hex[:12],
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "model": {
-            **asdict(source),
-            "dtype": str(model.dtype).removeprefix("torch."),
-            "parameters": sum(weights.numel() for weights in model.parameters()),
-            "attention": model.config._attn_implementation,
-        },
+        "model": model_facts(model, source),
         "versions": library_versions(),
         "device": {**device_facts(model.device), "processes": processes},
         "git_commit": git_commit(),
+    }
+
+
+def model_facts(model: PreTrainedModel, source: ModelSource) -> Row:
+    """Returns what a row says of a model."""
+    return {
+        **asdict(source),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "parameters": sum(weights.numel() for weights in model.parameters()),
+        "attention": model.config._attn_implementation,
     }
 
 

@@ -76,7 +76,7 @@ def score_window(
         model: The model.
         token_ids: The window, shape (window_tokens,).
         protocol: How to feed it.
-        store: The reference, which has this window.
+        store: The reference, which has this window; the store of the model's own full cache in it has the first.
         advance: Called with the number of tokens done, for a progress bar.
 
     Returns:
@@ -89,6 +89,7 @@ def score_window(
     if model.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(model.device)
     columns: dict[str, list[torch.Tensor]] = {}
+    moved: list[torch.Tensor] = []
     curve: list[tuple[int, int]] = []
     with torch.inference_mode():
         cache = make_cache(strategy, model, protocol.longest_tokens)
@@ -97,15 +98,22 @@ def score_window(
             if stop > start:
                 reference = store.read(index, start, stop).to(logits.device)
                 targets = token_ids[start + 1 : stop + 1].to(logits.device)
-                for column, values in _score_chunk(logits[: stop - start], reference, targets).items():
+                scores = _score_chunk(logits[: stop - start], reference, targets)
+                for column, values in scores.items():
                     columns.setdefault(column, []).append(values.cpu())
+                if index == 0 and store.own is not None:
+                    own = store.own.read(index, start, stop).to(logits.device)
+                    scores = _score_chunk(logits[: stop - start], own, targets)
+                moved.append(scores["kl_nats"].cpu())
             if index == 0:
                 curve.append((start + len(logits), measure_memory(cache).total_bytes))
             advance(len(logits))
     memory, full_bytes = measure_memory(cache), store.full_bytes(index)
-    refuse_unpacked(strategy, memory, full_bytes)
     positions = {column: torch.cat(pieces) for column, pieces in columns.items()}
-    refuse_lossless(strategy, positions["kl_nats"])
+    # Of a model with another one's reference the first window alone is compared with its own full cache
+    if index == 0 or store.own is None:
+        refuse_unpacked(strategy, memory, store.itself.full_bytes(index))
+        refuse_lossless(strategy, torch.cat(moved))
     peak_bytes = torch.cuda.max_memory_allocated(model.device) if model.device.type == "cuda" else None
     return WindowScores(positions, memory, full_bytes, curve, list(getattr(cache, "plan", [])), peak_bytes)
 

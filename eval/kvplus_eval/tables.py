@@ -48,10 +48,12 @@ def eval_tables(rows: Sequence[Row], columns: int) -> list[Table]:
     Returns:
         The tables; strategies without figures show what became of them instead.
     """
+    other = rows[0].get("reference_model")
+    against = f", against the full cache of {other['name']}" if other else ""
     if columns >= PIPE_COLUMNS:
-        return [_figure_table("What each cache costs and saves", rows, EVAL_HEADS)]
+        return [_figure_table(f"What each cache costs and saves{against}", rows, EVAL_HEADS)]
     return [
-        _figure_table("What each cache costs", rows, QUALITY_HEADS),
+        _figure_table(f"What each cache costs{against}", rows, QUALITY_HEADS),
         _figure_table("What each cache takes", rows, [head for head in EVAL_HEADS if head not in QUALITY_HEADS]),
     ]
 
@@ -70,6 +72,7 @@ def eval_summary(rows: Sequence[Row], folder: Path) -> str:
             "kind": "eval-summary",
             "run": rows[0]["run"],
             "model": rows[0]["model"]["name"],
+            "reference_model": (rows[0].get("reference_model") or {}).get("name"),
             "text_sha256": rows[0]["text"]["sha256"],
             "out": str(folder),
             "strategies": [

@@ -11,6 +11,7 @@ from kvplus_eval.results import SCHEMA, read_rows
 ROW_KEYS = {"schema", "kind", "run", "date", "strategy", "status", "reason", "traceback", "claimed_bits", "plan"}
 ROW_KEYS |= {"metrics", "units", "curve", "model", "text", "protocol", "versions", "device", "git_commit"}
 ROW_KEYS |= {"windows", "contexts", "tasks", "layers", "findings", "suite", "question", "layer_sensitivity"}
+ROW_KEYS |= {"reference_model"}
 
 
 @pytest.fixture(scope="module")

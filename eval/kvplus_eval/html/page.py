@@ -69,6 +69,7 @@ def _head(row: Row) -> str:
     facts = {
         "Model": f"{escape(model['name'])} ({escape(model['how'])}), {model['dtype']}, "
         f"{model['parameters'] / 1e6:,.0f} million parameters",
+        **_compared_with(row),
         "Text": f"{escape(text['name'])}, SHA-256 <code>{text['sha256'][:16]}</code>",
         "Protocol": f"{suite}{_plural(protocol['windows'], 'window')} of {protocol['window_tokens']} tokens, fed in "
         f"chunks of {protocol['chunk_tokens']} through the cache, so that later tokens read what was stored",
@@ -76,6 +77,15 @@ def _head(row: Row) -> str:
         "Date": escape(row["date"]),
     }
     return "<dl>" + "".join(f"<dt>{name}</dt><dd>{value}</dd>" for name, value in facts.items()) + "</dl>"
+
+
+def _compared_with(row: Row) -> dict[str, str]:
+    """Names the model whose full cache figures compare with, where it isn't the model's own."""
+    other = row.get("reference_model")
+    if not other:
+        return {}
+    words = f"the full cache of {escape(other['name'])} ({escape(other['how'])}), revision"
+    return {"Compared with": f"{words} <code>{escape(other['revision'])}</code>"}
 
 
 def _plural(count: int, word: str) -> str:
@@ -98,7 +108,11 @@ def _verdict(rows: Sequence[Row]) -> str:
 
 
 def _with_loss(rows: Sequence[Row]) -> list[Row]:
-    return [row for row in rows if row["strategy"] != "dynamic" and _figure(row, "kl_mean_nats") is not None]
+    return [row for row in rows if not _is_yardstick(row) and _figure(row, "kl_mean_nats") is not None]
+
+
+def _is_yardstick(row: Row) -> bool:
+    return row["strategy"] == "dynamic" and not row.get("reference_model")
 
 
 def _loss(row: Row) -> float:
