@@ -21,7 +21,6 @@ from hf_kvplus.codecs.dual_scale import DualScaleCodec
 from hf_kvplus.codecs.identity import IdentityCodec
 from hf_kvplus.codecs.levels import UNIFORM
 from hf_kvplus.layer import KVLayer
-from hf_kvplus.policies import SinkWindowPolicy
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MOST_CHANNELS = 256
@@ -87,8 +86,9 @@ class TritonKernel:
         self.launch = launch or Launch()
         from hf_kvplus.attention.triton_encoder import TritonEncoder
         from hf_kvplus.attention.triton_latents import LatentReader
+        from hf_kvplus.attention.triton_mover import TritonMover
 
-        self.encoder = TritonEncoder()
+        self.encoder, self.mover = TritonEncoder(), TritonMover()
         self.latents = LatentReader()
 
     def refuses(self, layer: KVLayer) -> str | None:
@@ -107,8 +107,6 @@ class TritonKernel:
                 return f"the Triton kernel doesn't read {name} in {codec.describe()} with a head size of {channels}"
         if layer.block_tokens > MOST_BLOCK_TOKENS:
             return f"the Triton kernel takes blocks of up to {MOST_BLOCK_TOKENS} tokens, got {layer.block_tokens}"
-        if isinstance(layer.policy, SinkWindowPolicy):
-            return "the Triton kernel doesn't read windows with sinks"
         return None
 
     def attend(
@@ -152,7 +150,7 @@ class Call:
         self.blocks = layer.packed_blocks
         self.mask = None if mask is None else mask.view(torch.uint8) if mask.stride(3) == 1 else mask.to(torch.uint8)
         tiles = -(-len(layer.recent) // STATE_TOKENS) - max(0, visible - layer.packed_tokens) // STATE_TOKENS
-        tiles += -(-self.sinks // STATE_TOKENS)
+        tiles += -(-self.sinks // STATE_TOKENS) - (-layer.lead_tokens // STATE_TOKENS)
         lines, blocks = self.batch * self.kv_heads * self.chunks, max(0, self.blocks - self.first_block)
         self.blocks_per_share, self.packed_shares = self.divide(blocks, LEAST_BLOCKS, lines)
         self.tiles_per_share, self.state_shares = self.divide(tiles, LEAST_TILES, lines)
@@ -230,15 +228,16 @@ class Call:
         }
 
     def attend_states(self) -> None:
-        """Launches the kernel for recent tokens and sinks."""
+        """Launches the kernel for recent tokens, sinks, and what stands before a window."""
         layer, query = self.layer, self.query
         recent, sinks = (
             (store.get("keys"), store.get("values"), store.capacity) if len(store) else (query, query, 0)
             for store in (layer.recent, layer.sinks)
         )
+        lead = [layer.lead[name].contiguous() for name in ("keys", "values")] if layer.lead else [query, query]
         self.module.attend_states[(self.state_shares, self.batch * self.kv_heads, self.chunks)](
-            query, *query.stride()[:3], *recent, *sinks,
-            *self.mask_arguments(), self.padding, *self.found,
+            query, *query.stride()[:3], *recent, *sinks, *lead, layer.lead_tokens,
+            *self.mask_arguments(leading=True), self.padding, *self.found,
             self.scoring.scaling, self.scoring.softcap or 0.0,
             self.kv_heads, self.group, self.queries, self.sinks,
             self.visible, layer.packed_tokens, layer.cumulative_length,
@@ -267,11 +266,12 @@ class Call:
         bits = torch.float32 if states and interprets(self.module.combine) else self.layer.dtype
         return operand(bits, states)
 
-    def mask_arguments(self) -> tuple[Any, int, int]:
-        """Returns the mask and its strides over batch rows and queries."""
+    def mask_arguments(self, leading: bool = False) -> tuple[Any, int, int]:
+        """Returns the mask and its strides over batch rows and queries; `leading`: with the slots before a window."""
         if self.mask is None:
             return self.found[0], 0, 0
-        return self.mask, self.mask.stride(0) if len(self.mask) > 1 else 0, self.mask.stride(2)
+        mask = self.mask if leading else self.mask[..., self.layer.lead_tokens :]
+        return mask, mask.stride(0) if len(mask) > 1 else 0, mask.stride(2)
 
 
 def warps_for(dtype: torch.dtype, row_tile: int, channels: int, curved: bool = False) -> int:

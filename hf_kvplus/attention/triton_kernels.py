@@ -38,6 +38,7 @@ CHANGING = [
     "per_share",
     "parts",
     "shares",
+    "lead",
 ]
 
 
@@ -468,10 +469,26 @@ def attend_packed(
     )  # fmt: skip
 
 
+@triton.jit
+def load_states(
+    keys, values, at, token, exists, channel, value_channel, KEY_CHANNELS: tl.constexpr, VALUE_CHANNELS: tl.constexpr
+):
+    """Reads a tile of unpacked states from token `at` on: keys `(channels, tokens)`, values `(tokens, channels)`."""
+    key = tl.load(
+        keys + (at + token)[None, :] * KEY_CHANNELS + channel[:, None],
+        mask=exists[None, :] & (channel < KEY_CHANNELS)[:, None], other=0.0,
+    )  # fmt: skip
+    value = tl.load(
+        values + (at + token)[:, None] * VALUE_CHANNELS + value_channel[None, :],
+        mask=exists[:, None] & (value_channel < VALUE_CHANNELS)[None, :], other=0.0,
+    )  # fmt: skip
+    return key, value
+
+
 @triton.jit(do_not_specialize=CHANGING)
 def attend_states(
     query, query_b, query_h, query_q,
-    keys, values, capacity, sink_keys, sink_values, sink_capacity,
+    keys, values, capacity, sink_keys, sink_values, sink_capacity, lead_keys, lead_values, lead,
     mask, mask_b, mask_q, padding,
     part_output, part_largest, part_sums,
     scaling, softcap,
@@ -481,9 +498,10 @@ def attend_states(
     TOKENS_PAD: tl.constexpr, KEY_CHANNELS: tl.constexpr, KEY_PAD: tl.constexpr,
     VALUE_CHANNELS: tl.constexpr, VALUE_PAD: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Attends to a share of the recent tokens, and the last share to the sinks; the grid is as in `attend_packed`.
+    """Attends to a share of the recent tokens, the sinks and the slots before a window; the grid is as above.
 
-    Tiles are counted from the one that holds column `visible`, the sinks' behind the recent ones'.
+    Tiles are counted from the one that holds column `visible`; behind the recent ones' come the sinks', then those of
+    the slots before the window, which stand in columns before `visible` whatever they hold.
     """
     share, pair, chunk = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     batch, head = pair // kv_heads, pair % kv_heads
@@ -500,41 +518,41 @@ def attend_states(
     token = tl.arange(0, TOKENS_PAD)
     hidden = tl.maximum(visible - packed_tokens, 0) // TOKENS_PAD
     tiles = (total - packed_tokens + TOKENS_PAD - 1) // TOKENS_PAD
-    everything = tiles + (sinks + TOKENS_PAD - 1) // TOKENS_PAD
+    ahead = tiles + (sinks + TOKENS_PAD - 1) // TOKENS_PAD
+    everything = ahead + (lead + TOKENS_PAD - 1) // TOKENS_PAD
     first = hidden + share * per_share
     for tile in range(first, tl.minimum(first + per_share, everything)):
         if tile < tiles:
             start = tile * TOKENS_PAD
             columns = packed_tokens + start + token
-            exists = start + token < total - packed_tokens
-            at = pair.to(tl.int64) * capacity + start
-            key = tl.load(
-                keys + (at + token)[None, :] * KEY_CHANNELS + channel[:, None],
-                mask=exists[None, :] & (channel < KEY_CHANNELS)[:, None], other=0.0,
+            exists = (start + token < total - packed_tokens) & (columns >= visible)
+            key, value = load_states(
+                keys, values, pair.to(tl.int64) * capacity + start, token, exists, channel, value_channel,
+                KEY_CHANNELS, VALUE_CHANNELS,
             )  # fmt: skip
-            value = tl.load(
-                values + (at + token)[:, None] * VALUE_CHANNELS + value_channel[None, :],
-                mask=exists[:, None] & (value_channel < VALUE_CHANNELS)[None, :], other=0.0,
-            )  # fmt: skip
-        else:
+        elif tile < ahead:
             start = (tile - tiles) * TOKENS_PAD
             columns = gap + start + token
-            exists = (start + token < sinks) & (columns < packed_tokens)
-            at = pair.to(tl.int64) * sink_capacity + start
-            key = tl.load(
-                sink_keys + (at + token)[None, :] * KEY_CHANNELS + channel[:, None],
-                mask=exists[None, :] & (channel < KEY_CHANNELS)[:, None], other=0.0,
+            exists = (start + token < sinks) & (columns < packed_tokens) & (columns >= visible)
+            key, value = load_states(
+                sink_keys, sink_values, pair.to(tl.int64) * sink_capacity + start, token, exists, channel,
+                value_channel, KEY_CHANNELS, VALUE_CHANNELS,
             )  # fmt: skip
-            value = tl.load(
-                sink_values + (at + token)[:, None] * VALUE_CHANNELS + value_channel[None, :],
-                mask=exists[:, None] & (value_channel < VALUE_CHANNELS)[None, :], other=0.0,
+        else:
+            start = (tile - ahead) * TOKENS_PAD
+            columns = visible - lead + start + token
+            exists = start + token < lead
+            key, value = load_states(
+                lead_keys, lead_values, pair.to(tl.int64) * lead + start, token, exists, channel, value_channel,
+                KEY_CHANNELS, VALUE_CHANNELS,
             )  # fmt: skip
         scores = tl.dot(numbers, key.to(OPERAND), input_precision=PRECISION) * scaling
         if HAS_SOFTCAP:
             scores = cap(scores, softcap)
         seen = visible_columns(
-            columns, exists, query_index, mask, batch.to(tl.int64) * mask_b, mask_q, visible, total, queries, HAS_MASK
-        )
+            columns, exists, query_index, mask, batch.to(tl.int64) * mask_b, mask_q, visible - lead, total, queries,
+            HAS_MASK,
+        )  # fmt: skip
         weights, shrink, largest, sums = soften(scores * LOG2_E, seen, largest, sums)
         found = tl.dot(weights.to(OPERAND), value.to(OPERAND), input_precision=PRECISION)
         output = output * shrink[:, None] + found

@@ -17,7 +17,7 @@ import triton.language as tl
 from ahead import compile_kernel, resources
 from layers import make_layer
 
-from hf_kvplus.attention import integration, triton_encode, triton_kernels
+from hf_kvplus.attention import integration, triton_append, triton_encode, triton_kernels
 from hf_kvplus.attention.reference import ReferenceKernel
 from hf_kvplus.attention.triton import Launch, TritonKernel, parts_of, power_of_two, warps_for
 
@@ -26,7 +26,16 @@ HERE = Path(__file__).parent
 
 def test_kernels_agree_with_the_reference_in_the_interpreter():
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "triton_interpreted.py"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "triton_interpreted.py",
+        "triton_windows_interpreted.py",
+    ]
     done = subprocess.run(command, cwd=HERE, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
 
@@ -98,7 +107,7 @@ def test_the_other_kernels_compile_and_spill_no_register(architecture, tmp_path,
         "HAS_ROTATION": True, "HAS_SINK_LOGITS": True, "CHANNELS": 128, "CHANNELS_PAD": 128, "ROWS": 16, "STEP": 16,
         "COLUMNS": 32,
     }  # fmt: skip
-    half = ("query", "keys", "values", "sink_keys", "sink_values", "output")
+    half = ("query", "keys", "values", "sink_keys", "sink_values", "lead_keys", "lead_values", "output")
     for kernel, constants in ((triton_kernels.attend_states, states), (triton_kernels.combine, combine)):
         dtypes = dict.fromkeys(half, "*bf16")
         compiled = compile_kernel(kernel, constants, dtypes, architecture, num_warps=4, num_stages=Launch().stages)
@@ -123,6 +132,22 @@ def test_encoding_compiles_and_spills_no_register(architecture, axis, nbits, tmp
     with capsys.disabled():
         print(f"\nsm_{architecture} encoding, {nbits} bits, axis {axis}: {found}", end=" ")
     assert found.spilled_bytes == 0
+
+
+@pytest.mark.parametrize("architecture", [80, 90])
+@pytest.mark.parametrize("head_dim", [80, 128, 256])
+def test_storing_new_states_compiles_and_spills_no_register(architecture, head_dim, tmp_path, capsys):
+    constants = {
+        "KEY_CHANNELS": head_dim, "KEY_PAD": power_of_two(head_dim), "VALUE_CHANNELS": head_dim,
+        "VALUE_PAD": power_of_two(head_dim),
+    }  # fmt: skip
+    for kernel in (triton_append.append_states, triton_append.move_to_front):
+        dtypes = dict.fromkeys(("keys", "values", "key_buffer", "value_buffer"), "*bf16")
+        found = resources(compile_kernel(kernel, constants, dtypes, architecture, num_warps=4), tmp_path)
+        with capsys.disabled():
+            print(f"\nsm_{architecture} {kernel.__name__}, {head_dim} channels: {found}", end=" ")
+        assert found.spilled_bytes == 0
+        assert found.registers <= 128
 
 
 def run_ptx(code: str, outputs: int, source: int) -> list[int]:

@@ -6,6 +6,9 @@ GPU rounds it, which is twice the error.
 
 from __future__ import annotations
 
+import types
+from functools import partial
+
 import pytest
 import torch
 from layers import make_layer, padding_mask
@@ -13,14 +16,16 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_kvplus import build_cache, use_fused_attention
-from hf_kvplus.attention import integration
+from hf_kvplus.attention import integration, triton_encode
 from hf_kvplus.attention.base import Scoring
 from hf_kvplus.attention.reference import ReferenceKernel
 from hf_kvplus.attention.triton import Launch, TritonKernel
 from hf_kvplus.codecs.dual_scale import CLIPS, DualScaleCodec
 from hf_kvplus.compat import cache_keyword
+from hf_kvplus.handover import handover
 from hf_kvplus.policies import NativeWindowPolicy
 from hf_kvplus.recipes import Quantization
+from hf_kvplus.stores import GrowingStore, PackedStore
 
 # Rounding of the inputs of a float32 product, relative to the largest value.
 FLOOR = 1e-6
@@ -167,12 +172,6 @@ def test_queries_may_be_views(kernel):
     check(kernel, layer, torch.randn(1, 4, 64, 1).transpose(2, 3))
 
 
-def window_layer():
-    layer = build_cache("window:90", LlamaConfig(num_hidden_layers=1)).layers[0]
-    layer.update(*torch.randn(2, 1, 2, 4, 16).unbind(0))
-    return layer
-
-
 def test_results_dont_depend_on_the_division():
     layer, query, scoring = make_layer(600, kv_heads=1), torch.randn(1, 4, 1, 64), Scoring(0.125)
     outputs = [TritonKernel(Launch(processors=count)).attend(layer, query, scoring, None, 0) for count in (1, 2, 1000)]
@@ -186,9 +185,8 @@ def test_results_dont_depend_on_the_division():
         (make_layer(70, dtype=torch.float64), "float64"),
         (make_layer(70, head_dim=264), "up to 256"),
         (make_layer(400, group_size=136), "up to 128 tokens"),
-        (window_layer(), "windows with sinks"),
     ],
-    ids=["dtype", "head-size", "block", "window"],
+    ids=["dtype", "head-size", "block"],
 )
 def test_what_isnt_read_is_refused_with_the_reason(kernel, layer, reason):
     assert reason in kernel.refuses(layer)
@@ -254,6 +252,115 @@ def test_codecs_that_arent_written_are_refused(kernel):
     assert "128 tokens with 256 channels" in kernel.encoder.refuses(wide, 256, torch.device("cpu"))
 
 
+def test_blocks_are_encoded_to_where_they_belong(kernel):
+    for codec in Quantization().codecs():
+        states = torch.randn(1, 2, 4, codec.block_tokens, 32)
+        valid = torch.rand(1, 2, codec.block_tokens) < 0.7
+        stores = [PackedStore(codec) for _ in range(2)]
+        bound = kernel.encoder.bind(codec)
+        for store, encode in zip(stores, (bound, partial(bound.__call__)), strict=True):
+            store.append_states(states[:, :, :2].flatten(2, 3), valid.flatten(1), encode)
+            poison_reserve(store)
+            store.append_states(states[:, :, 2:].flatten(2, 3), None, encode)
+        assert len(stores[0]) == len(stores[1]) == 4
+        for name, tensor in stores[1].fields().items():
+            assert torch.equal(stores[0].get(name), tensor)
+
+
+def poison_reserve(store):
+    """Gives a store room for two more blocks, full of nonsense."""
+    store._reallocate(store.fields(), 2)
+    for buffer in store._buffers.values():
+        buffer[:, :, store.length :].fill_(77)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("channels", [(64, 64), (80, 40)], ids=str)
+def test_new_states_are_appended_in_one_launch(kernel, dtype, channels):
+    stores = [GrowingStore(minimum=16, ceiling=112) for _ in range(2)]
+    for added in (1, 7, 8, 30, 1, 60):
+        # Keys as models leave them: heads and tokens swapped.
+        fields = {
+            "keys": torch.randn(2, added, 3, channels[0]).to(dtype).transpose(1, 2),
+            "values": torch.randn(2, 3, added, channels[1]).to(dtype),
+        }
+        for store, mover in zip(stores, (None, kernel.mover), strict=True):
+            store.append(fields, mover=mover)
+    for name in ("keys", "values"):
+        assert torch.equal(stores[0].get(name), stores[1].get(name))
+
+
+@pytest.mark.parametrize(("held", "count"), [(112, 48), (100, 8), (96, 96), (113, 104)])
+def test_what_remains_is_moved_to_the_front_in_place(kernel, held, count):
+    stores = [GrowingStore(minimum=16, ceiling=120) for _ in range(2)]
+    fields = {"keys": torch.randn(2, 3, held, 80), "values": torch.randn(2, 3, held, 64)}
+    for store in stores:
+        store.append(fields)
+    before = stores[1]._buffers["keys"].data_ptr()
+    stores[0].shift(count)
+    stores[1].shift(count, kernel.mover)
+    assert len(stores[0]) == len(stores[1]) == held - count
+    assert stores[1]._buffers["keys"].data_ptr() == before
+    for name in ("keys", "values"):
+        assert torch.equal(stores[0].get(name), stores[1].get(name))
+
+
+def test_a_move_shorter_than_a_piece_is_refused(kernel):
+    buffers = {name: torch.zeros(1, 1, 20, 64) for name in ("keys", "values")}
+    with pytest.raises(ValueError, match="8 tokens or more"):
+        kernel.mover.move(buffers, 4, 0, 10)
+
+
+def test_a_step_stores_its_states_without_a_copy_by_pytorch(kernel, monkeypatch):
+    """Across a flush: two launches encode, one appends and one moves the rest; PyTorch copies nothing."""
+    config = LlamaConfig(num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, hidden_size=64)
+    layers = [build_cache("int4", config).layers[0] for _ in range(2)]
+    states = torch.randn(2, 1, 1, 200, 32)
+    reader = types.SimpleNamespace(
+        accepts=lambda *_: True, encoder=lambda codec, *_: kernel.encoder.bind(codec), mover=kernel.mover
+    )
+    launched = []
+    for name in ("append_states", "move_to_front"):
+        run = getattr(kernel.mover.module, name)
+        monkeypatch.setattr(kernel.mover.module, name, Noting(run, name, launched))
+    monkeypatch.setattr(kernel.encoder.module, "encode_block", Noting(triton_encode.encode_block, "encode", launched))
+    with torch.no_grad():
+        for layer in layers:
+            layer.update(*states[..., :150, :])
+        for token in range(150, 200):
+            new = states[..., token : token + 1, :]
+            layers[0].recent.append({"keys": new[0], "values": new[1]})
+            layers[0].cumulative_length += 1
+            layers[0].finish_update()
+            handover.begin(reader)
+            with monkeypatch.context() as patch:
+                # What Triton's interpreter does with tensors aside, which has its own ways to read and write them.
+                patch.setattr(GrowingStore, "replace", None)
+                patch.setattr(PackedStore, "append", None)
+                keys, _ = layers[1].update(new[0], new[1])
+                handover.take(keys).finish_update()
+            handover.end()
+    assert launched.count("append_states") == 50
+    assert launched.count("move_to_front") == 1
+    assert launched.count("encode") == 2
+    assert layers[1].packed_blocks == layers[0].packed_blocks
+    for name in ("keys", "values"):
+        assert torch.equal(layers[0].recent.get(name), layers[1].recent.get(name))
+        for found, expected in zip(*(layer.packed[name].fields().values() for layer in layers[::-1]), strict=True):
+            assert (found != expected).float().mean() < 0.02
+
+
+class Noting:
+    """A kernel whose launches are noted."""
+
+    def __init__(self, kernel, name, launched):
+        self.kernel, self.name, self.launched = kernel, name, launched
+
+    def __getitem__(self, grid):
+        self.launched.append(self.name)
+        return self.kernel[grid]
+
+
 def test_a_model_decodes_as_with_the_reference(kernel, monkeypatch):
     config = LlamaConfig(
         vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
@@ -261,8 +368,8 @@ def test_a_model_decodes_as_with_the_reference(kernel, monkeypatch):
     )  # fmt: skip
     model, ids, logits = LlamaForCausalLM(config).eval(), torch.randint(64, (2, 185)), []
     encoded = []
-    encode = kernel.encoder.encode
-    monkeypatch.setattr(kernel.encoder, "encode", lambda *given: encoded.append(given) or encode(*given))
+    encode = kernel.encoder.encode_into
+    monkeypatch.setattr(kernel.encoder, "encode_into", lambda *given: encoded.append(given) or encode(*given))
     for chosen in (kernel, ReferenceKernel()):
         monkeypatch.setattr(integration, "make_kernel", lambda *_, chosen=chosen: chosen)
         cache = build_cache("int4", config)
