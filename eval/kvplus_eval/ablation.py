@@ -3,8 +3,8 @@
 Run as `python -m kvplus_eval.ablation --text FILE`. Each variant goes through the windows in one pass that equals a
 pass in chunks through a real cache (`hf_kvplus.plans.onepass`; a test holds the two together). Differences to the
 recipe are paired: both saw the same positions, and the interval is drawn over pieces of text, since neighbouring
-positions aren't independent. Rows are appended to a file as they come, a run that was stopped goes on where it was,
-and the page is written from rows alone.
+positions aren't independent. Each variant's figures of each window are a row, appended as soon as they are known; a
+run that was stopped goes on where it was, more windows can be added, and the page is written from rows alone.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from hf_kvplus.plans.onepass import OnePass, Reference
 from hf_kvplus.recipes import Quantization
 from kvplus_eval.data import cut_windows, load_text
 from kvplus_eval.metrics.perplexity import paired_interval
-from kvplus_eval.results import library_versions
+from kvplus_eval.results import append_rows, git_commit, library_versions
 
-SCHEMA = "kvplus-ablation/1"
+SCHEMA = "kvplus-ablation/2"
 RECIPE = "recipe"
 # Positions that are taken together when intervals are drawn.
 PIECE_POSITIONS = 128
@@ -138,32 +138,55 @@ def stored_bits(cache: KVPlusCache, head_dim: int) -> float | None:
     return sum(bits) / len(bits) if bits else None
 
 
-def summarize(divergences: torch.Tensor, changes: torch.Tensor, base: torch.Tensor) -> dict[str, Any]:
-    """Makes figures of one variant.
+def window_figures(divergences: torch.Tensor, changes: torch.Tensor) -> dict[str, Any]:
+    """Makes the figures of one window.
 
     Args:
         divergences: Nats, `(positions,)`.
         changes: Change of loss in nats, likewise.
-        base: The recipe's divergences at the same positions.
 
     Returns:
-        Mean KL with its interval, its change against the recipe in percent with a paired one, and of perplexity.
+        Means over all positions and over pieces, in nats.
     """
-    pieces, base_pieces = (
-        [float(piece.mean()) for piece in values.split(PIECE_POSITIONS)] for values in (divergences, base)
-    )
-    differences = [piece - other for piece, other in zip(pieces, base_pieces, strict=True)]
-    whole = float(base.mean())
-    low, high = paired_interval(pieces)
-    change_low, change_high = (None if end is None else 100 * end / whole for end in paired_interval(differences))
     return {
         "kl": float(divergences.mean()),
-        "kl_low": low,
-        "kl_high": high,
-        "change_percent": 100 * (float(divergences.mean()) / whole - 1),
-        "change_low_percent": change_low,
-        "change_high_percent": change_high,
-        "perplexity_change_percent": 100 * math.expm1(float(changes.mean())),
+        "loss_change": float(changes.mean()),
+        "kl_pieces": [float(piece.mean()) for piece in divergences.split(PIECE_POSITIONS)],
+        "loss_change_pieces": [float(piece.mean()) for piece in changes.split(PIECE_POSITIONS)],
+    }
+
+
+def summarize(rows: Sequence[dict[str, Any]], base: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Compares a variant with the recipe on the windows that both went through.
+
+    Args:
+        rows: Rows of the variant, one a window.
+        base: Rows of the recipe, likewise.
+
+    Returns:
+        Mean KL, its change against the recipe in percent with a paired interval, and the change of perplexity.
+
+    Raises:
+        ValueError: If there is no such window.
+    """
+    known = {row["window"]: row for row in base}
+    pairs = [(row, known[row["window"]]) for row in rows if row["window"] in known]
+    if not pairs:
+        raise ValueError(f"`rows` of {rows[0]['variant']!r} have no window that the recipe went through as well")
+    whole = sum(other["kl"] for _, other in pairs) / len(pairs)
+    kl = sum(row["kl"] for row, _ in pairs) / len(pairs)
+    differences = [
+        piece - recipe
+        for row, other in pairs
+        for piece, recipe in zip(*(r["kl_pieces"] for r in (row, other)), strict=True)
+    ]
+    low, high = (None if end is None else 100 * end / whole for end in paired_interval(differences))
+    return {
+        "kl": kl,
+        "change_percent": 100 * (kl / whole - 1),
+        "change_low_percent": low,
+        "change_high_percent": high,
+        "perplexity_change_percent": 100 * math.expm1(sum(row["loss_change"] for row, _ in pairs) / len(pairs)),
     }
 
 
@@ -189,41 +212,34 @@ def run_ablation(
         todo += [(nbits, metric) for nbits in chosen_widths if nbits < 8]
     chosen = load_text(text)
     loaded, tokenizer, source = load_model(model)
-    cut = cut_windows(chosen, tokenizer, windows=first_window + windows, window_tokens=window_tokens)[first_window:]
+    chosen_windows = range(first_window, first_window + windows)
+    cut = cut_windows(chosen, tokenizer, windows=first_window + windows, window_tokens=window_tokens)
     protocol = {
         "model": source.name,
         "revision": source.revision,
         "text": chosen.name,
         "sha256": chosen.sha256,
-        "first_window": first_window,
-        "windows": windows,
         "window_tokens": window_tokens,
         "chunk_tokens": chunk_tokens,
         "stride": stride,
-        "versions": library_versions(),
     }
+    facts = {"schema": SCHEMA, "protocol": protocol, "git_commit": git_commit(), "versions": library_versions()}
     done = _done(rows, protocol)
     positions = torch.arange(min(127, window_tokens // 2), window_tokens - 1, stride)
-    targets = [token_ids[positions + 1] for token_ids in cut]
     with OnePass(loaded, chunk_tokens) as run, Progress(console=console) as progress:
-        task = progress.add_task("variants", total=len(todo))
-        with torch.inference_mode():
-            references = [run.reference(token_ids, positions) for token_ids in cut]
-        base: dict[int, torch.Tensor] = {}
-        for nbits, variant in sorted(todo, key=lambda item: item[1].name != RECIPE):
-            if (nbits, variant.name) not in done:
-                if nbits not in base:
-                    base[nbits] = measure(run, references, variant_cache(loaded.config, nbits, VARIANTS[0]), targets)[
-                        0
-                    ]
-                cache = variant_cache(loaded.config, nbits, variant)
-                found = measure(run, references, cache, targets)
-                head_dim = head_dim_of(loaded.config)
-                figures = summarize(*found, base[nbits]) | {"stored_bits": stored_bits(cache, head_dim)}
-                row = {"schema": SCHEMA, "nbits": nbits, "variant": variant.name, **figures, "protocol": protocol}
-                with rows.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(row) + "\n")
-            progress.advance(task)
+        task = progress.add_task("variants", total=len(todo) * windows)
+        for index in chosen_windows:
+            reference = None
+            for nbits, variant in sorted(todo, key=lambda item: item[1].name != RECIPE):
+                if (nbits, variant.name, index) not in done:
+                    with torch.inference_mode():
+                        reference = reference or run.reference(cut[index], positions)
+                    cache = variant_cache(loaded.config, nbits, variant)
+                    figures = window_figures(*measure(run, [reference], cache, [cut[index][positions + 1]]))
+                    bits = stored_bits(cache, head_dim_of(loaded.config))
+                    row = {"nbits": nbits, "variant": variant.name, "window": index, "stored_bits": bits}
+                    append_rows(rows, [{**facts, **row, **figures}])
+                progress.advance(task)
     if page is not None:
         page.write_text(write_page(read_ablation(rows)), encoding="utf-8")
     typer.echo(json.dumps({"rows": str(rows), "variants": len(todo)}))
@@ -235,10 +251,10 @@ def head_dim_of(config: Any) -> int:
     return getattr(decoder, "head_dim", None) or decoder.hidden_size // decoder.num_attention_heads
 
 
-def _done(path: Path, protocol: dict[str, Any]) -> set[tuple[int, str]]:
+def _done(path: Path, protocol: dict[str, Any]) -> set[tuple[int, str, int]]:
     """Returns what rows of the same protocol tell already."""
     found = read_ablation(path) if path.is_file() else []
-    return {(row["nbits"], row["variant"]) for row in found if row["protocol"] == protocol}
+    return {(row["nbits"], row["variant"], row["window"]) for row in found if row["protocol"] == protocol}
 
 
 def read_ablation(path: Path) -> list[dict[str, Any]]:
@@ -267,33 +283,33 @@ def write_page(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def _section(protocol: dict[str, Any], rows: Sequence[dict[str, Any]]) -> list[str]:
-    last = protocol["first_window"] + protocol["windows"] - 1
+    windows = ", ".join(map(str, sorted({row["window"] for row in rows})))
     lines = [
-        f"{protocol['model']}, windows {protocol['first_window']} to {last} of {protocol['window_tokens']} tokens of "
-        f"{protocol['text']} (SHA-256 `{protocol['sha256'][:12]}`), chunks of {protocol['chunk_tokens']}, every "
-        f"{protocol['stride']}th position.",
+        f"{protocol['model']}, windows of {protocol['window_tokens']} tokens of {protocol['text']} (SHA-256 "
+        f"`{protocol['sha256'][:12]}`), number {windows}, chunks of {protocol['chunk_tokens']}, one "
+        f"position of {protocol['stride']}.",
         "",
     ]
     for nbits in sorted({row["nbits"] for row in rows}, reverse=True):
         lines += [f"## {nbits} bits", "", "| variant | stored bits | KL | change of KL | perplexity |"]
         lines += ["|---|---:|---:|---:|---:|"]
+        named: dict[str, list[dict[str, Any]]] = {}
         for row in rows:
             if row["nbits"] == nbits:
-                lines.append(_line(row))
+                named.setdefault(row["variant"], []).append(row)
+        for name, own in named.items():
+            lines.append(_line(name, own[0]["stored_bits"], summarize(own, named.get(RECIPE, []))))
         lines.append("")
     return lines
 
 
-def _line(row: dict[str, Any]) -> str:
+def _line(name: str, bits: float, figures: dict[str, Any]) -> str:
     change = "–"
-    if row["variant"] != RECIPE:
-        change = f"{row['change_percent']:+.0f} %"
-        if row["change_low_percent"] is not None:
-            change += f" ({row['change_low_percent']:+.0f} to {row['change_high_percent']:+.0f})"
-    return (
-        f"| {row['variant']} | {row['stored_bits']:.2f} | {row['kl']:.3g} | {change} | "
-        f"{row['perplexity_change_percent']:+.2f} % |"
-    )
+    if name != RECIPE:
+        change = f"{figures['change_percent']:+.0f} %"
+        if figures["change_low_percent"] is not None:
+            change += f" ({figures['change_low_percent']:+.0f} to {figures['change_high_percent']:+.0f})"
+    return f"| {name} | {bits:.2f} | {figures['kl']:.3g} | {change} | {figures['perplexity_change_percent']:+.2f} % |"
 
 
 def main() -> None:

@@ -26,7 +26,7 @@ from hf_kvplus import build_cache
 from hf_kvplus.loading import load_model
 from hf_kvplus.plans.onepass import OnePass
 from hf_kvplus.report import markdown_table
-from kvplus_eval.ablation import PIECE_POSITIONS, head_dim_of, measure, stored_bits
+from kvplus_eval.ablation import PIECE_POSITIONS, head_dim_of, measure, stored_bits, window_figures
 from kvplus_eval.data import cut_windows, load_text
 from kvplus_eval.metrics.perplexity import paired_interval
 from kvplus_eval.protocol import choose_strategies
@@ -106,24 +106,6 @@ def in_turns(sets: dict[str, Sequence[int]]) -> list[tuple[str, int]]:
     """Returns label and index of every window, the first of each set first."""
     columns = [[(label, index) for index in windows] for label, windows in sets.items()]
     return [pair for pairs in zip_longest(*columns) for pair in pairs if pair is not None]
-
-
-def window_figures(divergences: torch.Tensor, changes: torch.Tensor) -> dict[str, Any]:
-    """Makes the figures of one window.
-
-    Args:
-        divergences: Nats, `(positions,)`.
-        changes: Change of loss in nats, likewise.
-
-    Returns:
-        Means over all positions and over pieces, in nats.
-    """
-    return {
-        "kl": float(divergences.mean()),
-        "loss_change": float(changes.mean()),
-        "kl_pieces": [float(piece.mean()) for piece in divergences.split(PIECE_POSITIONS)],
-        "loss_change_pieces": [float(piece.mean()) for piece in changes.split(PIECE_POSITIONS)],
-    }
 
 
 def summarize_windows(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -6,7 +6,16 @@ from typer.testing import CliRunner
 
 from checkpoints import save_tiny_checkpoint, write_words
 from conftest import tiny_llama_config
-from kvplus_eval.ablation import RECIPE, VARIANTS, _line, read_ablation, run_ablation, stored_bits, summarize
+from kvplus_eval.ablation import (
+    RECIPE,
+    VARIANTS,
+    _line,
+    read_ablation,
+    run_ablation,
+    stored_bits,
+    summarize,
+    window_figures,
+)
 from kvplus_eval.ablation import variant_cache as build
 
 
@@ -19,22 +28,25 @@ def app():
     return app
 
 
-def test_rows_and_page_are_made_and_a_second_run_adds_nothing(tmp_path, app):
+def test_rows_and_page_are_made_and_windows_can_be_added(tmp_path, app):
     save_tiny_checkpoint(tmp_path / "model")
     write_words(tmp_path / "text.txt", 1100)
-    options = ["--model", tmp_path / "model", "--text", tmp_path / "text.txt", "--widths", "3", "--windows", "2"]
+    options = ["--model", tmp_path / "model", "--text", tmp_path / "text.txt", "--widths", "3"]
     options += ["--window-tokens", "512", "--rows", tmp_path / "rows.jsonl", "--page", tmp_path / "page.md"]
-    for _ in range(2):
-        result = CliRunner().invoke(app, [str(option) for option in options])
+    variants = [variant.name for variant in VARIANTS if 3 in variant.widths]
+    for windows in (1, 2, 2):
+        result = CliRunner().invoke(app, [str(option) for option in (*options, "--windows", windows)])
         assert result.exit_code == 0, result.output
         rows = read_ablation(tmp_path / "rows.jsonl")
-        assert len(rows) == sum(3 in variant.widths for variant in VARIANTS)
-    named = {row["variant"]: row for row in rows}
-    assert named[RECIPE]["change_percent"] == pytest.approx(0, abs=1e-6)
+        assert sorted((row["variant"], row["window"]) for row in rows) == sorted(
+            (name, window) for name in variants for window in range(windows)
+        )
+    named = {row["variant"]: row for row in rows if row["window"] == 1}
     assert named["no least squares"]["kl"] > named[RECIPE]["kl"] > 0
     page = (tmp_path / "page.md").read_text()
     assert "## 3 bits" in page
-    assert all(variant.name in page for variant in VARIANTS if 3 in variant.widths)
+    assert "number 0, 1" in page
+    assert all(page.count(f"| {name} |") == 1 for name in variants)
 
 
 def test_each_variant_changes_what_it_names():
@@ -52,14 +64,21 @@ def test_each_variant_changes_what_it_names():
 
 
 def test_changes_are_paired():
-    base = torch.rand(1024, dtype=torch.float64) ** 4
-    figures = summarize(1.1 * base, torch.zeros(1024), base)
+    losses = torch.rand(2048, dtype=torch.float64) ** 4
+    rows, base = (
+        [{"variant": "x", "window": i, **window_figures(part, 0 * part)} for i, part in enumerate(whole.split(1024))]
+        for whole in (1.1 * losses, losses)
+    )
+    figures = summarize(rows, base)
+    assert figures["kl"] == pytest.approx(1.1 * float(losses.mean()))
     assert figures["change_percent"] == pytest.approx(10)
     # The same positions are compared, so what positions differ by doesn't widen the interval of the change.
-    width = figures["change_high_percent"] - figures["change_low_percent"]
-    assert width < 0.2 * 100 * (figures["kl_high"] - figures["kl_low"]) / figures["kl"]
-    assert figures["kl_low"] < figures["kl"] < figures["kl_high"]
-    assert _line({"variant": "x", "stored_bits": 4.5, **figures}).startswith("| x | 4.50 |")
+    assert 9 < figures["change_low_percent"] < 10 < figures["change_high_percent"] < 11
+    assert _line("x", 4.5, figures).startswith("| x | 4.50 |")
+    # Of windows that only one went through nothing is compared.
+    assert summarize(rows[1:], base)["kl"] == pytest.approx(rows[1]["kl"])
+    with pytest.raises(ValueError, match="have no window that the recipe went through"):
+        summarize(rows[1:], base[:1])
 
 
 def test_rows_of_another_schema_are_refused(tmp_path):
