@@ -24,6 +24,10 @@ class Reader(Protocol):
         """Returns whether the queries of these new states can be answered from `layer` itself."""
         ...
 
+    def accepts_chunk(self, layer: Any, key_states: torch.Tensor) -> bool:
+        """Returns whether a chunk of a prompt can be answered from `layer` and these new states beside it."""
+        ...
+
     def encoder(self, codec: Any, channels: int, device: torch.device) -> Encode | None:
         """Returns what encodes blocks in the place of `codec.encode`, or `None`."""
         ...
@@ -46,6 +50,10 @@ class Handover(threading.local):
     def encoder(self, codec: Any, states: torch.Tensor) -> Encode | None:
         """Returns what encodes blocks of such states instead of `codec.encode`; `None` outside of a fused pass."""
         return None if self.reader is None else self.reader.encoder(codec, states.shape[-1], states.device)
+
+    def mover(self) -> Any:
+        """Returns what copies new states into a store's buffers, see `GrowingStore`; `None` for PyTorch."""
+        return None if self.reader is None else getattr(self.reader, "mover", None)
 
     def begin(self, reader: Reader) -> None:
         """Begins a forward pass whose states `reader` reads; passes may be nested."""

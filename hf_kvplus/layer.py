@@ -23,6 +23,7 @@ from hf_kvplus.codecs.identity import IdentityCodec
 from hf_kvplus.handover import handover
 from hf_kvplus.policies import FullPolicy, Policy
 from hf_kvplus.policies.padding import RowPadding
+from hf_kvplus.shown_states import ShownStates
 from hf_kvplus.stores import GrowingStore, PackedStore, SinkStore
 from hf_kvplus.stores.hostmemory import DensePool
 from hf_kvplus.stores.space import Shelf
@@ -33,7 +34,7 @@ States = dict[str, torch.Tensor]  # "keys" and "values", each (batch, kv_heads, 
 OFFLOADED_BLOCK_TOKENS = OFFLOADED_RECENT_TOKENS = 64
 
 
-class KVLayer(CacheLayerMixin):
+class KVLayer(ShownStates, CacheLayerMixin):
     """Stores the keys and values of one attention layer.
 
     Args:
@@ -51,6 +52,8 @@ class KVLayer(CacheLayerMixin):
     is_croppable = True
     # What queries see before column `visible` while they are answered from the layer itself; see `SinkWindowLayer`.
     lead: States | None = None
+    # States of a chunk whose queries are being answered and that isn't stored yet; see `hf_kvplus.handover`.
+    incoming: States | None = None
 
     def __init__(
         self,
@@ -75,6 +78,8 @@ class KVLayer(CacheLayerMixin):
         self.policy = policy or FullPolicy()
         self.residual_length, self.num_sink_tokens = residual_length, num_sink_tokens
         self.is_sliding = self.policy.is_sliding
+        if self.is_sliding:  # transformers' layers have it where they have a window, and only there
+            self.sliding_window = self.policy.sliding_window
         self.record_past = False
         self.shelf: Shelf | None = None
         # Buffers that the layers of a cache take turns with, and whether this layer is the last to read in a pass.
@@ -105,8 +110,10 @@ class KVLayer(CacheLayerMixin):
         """Sets up empty stores."""
         self.is_initialized = False
         self.cumulative_length = 0
+        self.assigned = {}
         if self.shelf:
             self.shelf.packed_tokens = 0
+        self.incoming = None
         self.packed = {name: self._make_store(name, codec) for name, codec in self.codecs.items()}
         self.sinks = SinkStore(self.num_sink_tokens)
         # Packing keeps the recent tokens below one block more than `residual_length`.
@@ -195,8 +202,11 @@ class KVLayer(CacheLayerMixin):
         self._check_states(new)
         self._observe_padding(kwargs.get("kwargs"), key_states.shape[2])
         visible = self.policy.first_visible(self.cumulative_length)
-        if handover.reader is not None and self.cumulative_length and handover.reader.accepts(self, key_states):
-            return self._hand_over(new, visible)
+        if handover.reader is not None and self.cumulative_length:
+            if handover.reader.accepts(self, key_states):
+                return self._hand_over(new, visible)
+            if handover.reader.accepts_chunk(self, key_states):
+                return self._hand_over_chunk(new, visible)
         if not self.codecs:
             states, first = self._append_unpacked(new)
         else:
@@ -207,22 +217,46 @@ class KVLayer(CacheLayerMixin):
 
     def _hand_over(self, new: States, visible: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Stores new states and returns stand-ins; whoever reads this layer for them calls `finish_update` then."""
-        self.recent.append({name: tensor.detach() for name, tensor in new.items()})
+        self.recent.append({name: tensor.detach() for name, tensor in new.items()}, mover=handover.mover())
         self.cumulative_length += new["keys"].shape[2]
         length = self.lead_tokens + self.cumulative_length - visible
         shapes = [(self.batch_size, heads, length, channels) for heads, channels in self.shapes.values()]
         keys, values = handover.offer(self, shapes, visible)
         return keys, values
 
+    def _hand_over_chunk(self, new: States, visible: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns stand-ins for all that is held and new states, which `finish_update` stores."""
+        self.incoming = {name: tensor.detach() for name, tensor in new.items()}
+        length = self.cumulative_length + new["keys"].shape[2] - visible
+        shapes = [(self.batch_size, heads, length, channels) for heads, channels in self.shapes.values()]
+        keys, values = handover.offer(self, shapes, visible)
+        return keys, values
+
+    def _take_in(self, new: States) -> None:
+        """Stores a chunk that nothing dense was built for."""
+        added = new["keys"].shape[2]
+        if self.codecs:
+            held = self.recent.fields()
+            states = {name: torch.cat([held[name], tensor], dim=2) for name, tensor in new.items()}
+            self._store(states, self.packed_tokens, added)
+        else:
+            self.recent.append(new)
+            self.cumulative_length += added
+
     def finish_update(self) -> None:
         """Packs and evicts what an update has made due, once its queries have been answered from this layer."""
+        if self.incoming is not None:
+            new, self.incoming = self.incoming, None
+            self._take_in(new)
+            self._settle()
+            return
         blocks = max(0, len(self.recent) - self.residual_length) // self.block_tokens if self.codecs else 0
         if blocks:
             tokens, begin = blocks * self.block_tokens, self.packed_tokens
             due = self.recent.fields(0, tokens)
             self.sinks.capture(due, self.padding.counts, begin)
             self._pack(due, begin)
-            self.recent.replace({name: tensor.clone() for name, tensor in self.recent.fields(tokens).items()})
+            self.recent.shift(tokens, handover.mover())
         self._settle()
 
     def _settle(self) -> None:
@@ -234,6 +268,7 @@ class KVLayer(CacheLayerMixin):
 
     def _check_states(self, new: States) -> None:
         """Refuses states that don't continue the ones held."""
+        self.check_both_assigned()
         got = {"batch size": new["keys"].shape[0], "dtype": new["keys"].dtype}
         held = {"batch size": self.batch_size, "dtype": self.dtype}
         for name, tensor in new.items():
@@ -294,17 +329,19 @@ class KVLayer(CacheLayerMixin):
 
     def _pack(self, due: States, begin: int) -> None:
         """Encodes whole blocks that start at column `begin`, but those that no later query will see."""
-        gone = 0 if self.record_past else self.policy.first_kept(self._last_seen(begin + due["keys"].shape[2])) - begin
-        skipped = min(max(0, gone) // self.block_tokens, due["keys"].shape[2] // self.block_tokens) * self.block_tokens
+        tokens = next(iter(due.values())).shape[2]
+        gone = 0 if self.record_past else self.policy.first_kept(self._last_seen(begin + tokens)) - begin
+        skipped = min(max(0, gone) // self.block_tokens, tokens // self.block_tokens) * self.block_tokens
         if skipped:
             for store in self.packed.values():
                 store.clear()
         first = begin + skipped
         protected = max(self.padding.counts) + self.num_sink_tokens - first
-        masked = min(-(-protected // self.block_tokens) * self.block_tokens, due["keys"].shape[2] - skipped)
+        masked = min(-(-protected // self.block_tokens) * self.block_tokens, tokens - skipped)
         valid = self._valid(first, masked) if masked > 0 else None
-        for name, store in self.packed.items():
-            store.append_states(due[name][:, :, skipped:], valid, handover.encoder(store.codec, due[name]))
+        for name, states in due.items():
+            store = self.packed[name]
+            store.append_states(states[:, :, skipped:], valid, handover.encoder(store.codec, states))
 
     def _valid(self, first: int, tokens: int) -> torch.Tensor:
         """Returns which of `tokens` columns from `first` on are neither padding nor sinks, `(batch, tokens)`."""
@@ -373,6 +410,8 @@ class KVLayer(CacheLayerMixin):
     def dense(self, visible: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns all visible keys and values at full precision, each `(batch, kv_heads, held, head_dim)`.
 
+        Those of a chunk that is being answered are among them.
+
         Args:
             visible: First column to return; by default the first that the next query sees.
 
@@ -384,18 +423,11 @@ class KVLayer(CacheLayerMixin):
         visible = self.policy.first_visible(self.cumulative_length) if visible is None else visible
         first, states = self.first_stored, self.recent.fields()
         if self.packed_blocks:
-            states, first = self._dense({name: tensor[:, :, :0] for name, tensor in states.items()}, visible)
+            new = self.incoming or {name: tensor[:, :, :0] for name, tensor in states.items()}
+            states, first = self._dense(new, visible)
+        elif self.incoming:
+            states = {name: torch.cat([states[name], tensor], dim=2) for name, tensor in self.incoming.items()}
         return states["keys"][:, :, visible - first :], states["values"][:, :, visible - first :]
-
-    @property
-    def keys(self) -> torch.Tensor | None:
-        """All visible keys at full precision, decoded on access; `None` before the first update."""
-        return self.dense()[0] if self.is_initialized else None
-
-    @property
-    def values(self) -> torch.Tensor | None:
-        """All visible values at full precision, decoded on access; `None` before the first update."""
-        return self.dense()[1] if self.is_initialized else None
 
     # Rolling back
 
@@ -407,21 +439,20 @@ class KVLayer(CacheLayerMixin):
         """Refuses a `crop` that this layer can't do, so that a cache can ask all its layers before it cuts any.
 
         Raises:
-            ValueError: If positive (the meaning before transformers 5.17), or more than were seen.
+            ValueError: If positive (the meaning before transformers 5.17).
             RuntimeError: If a window has already dropped tokens that would become visible again.
         """
+        self.check_both_assigned()
         length = self.cumulative_length + tokens_to_remove
         if tokens_to_remove > 0:
             raise ValueError(
                 f"`tokens_to_remove` must be negative or 0, got {tokens_to_remove}; crop(-n) removes the last n tokens"
             )
-        if not self.is_initialized:
-            return
-        if length < 0:
-            raise ValueError(f"`tokens_to_remove` is {tokens_to_remove}, but only {self.cumulative_length} were seen")
-        if tokens_to_remove and self.policy.first_visible(length) < self.first_stored:
+        needed = self.policy.first_visible(length)
+        # Nothing of what a window has dropped is needed where nothing is left.
+        if self.is_initialized and tokens_to_remove and length > 0 and needed < self.first_stored:
             raise RuntimeError(
-                f"cropping to {length} tokens needs token {self.policy.first_visible(length)}, which has left the "
+                f"cropping to {length} tokens needs token {needed}, which has left the "
                 "window; call `activate_past_recording()` before the tokens that are to be removed"
             )
 
@@ -431,18 +462,22 @@ class KVLayer(CacheLayerMixin):
         A cut inside a packed block moves what remains of that block, as decoded, into the recent buffer.
 
         Args:
-            tokens_to_remove: Minus the number of tokens; 0 removes none (a window drops what it no longer needs).
+            tokens_to_remove: Minus the number of tokens; 0 removes none (a window drops what it no longer needs). As
+                with transformers' own layers, more than were seen leave nothing.
 
         Raises:
-            ValueError: If positive (the meaning before transformers 5.17), or more than were seen.
+            ValueError: If positive (the meaning before transformers 5.17).
             RuntimeError: If a window has already dropped tokens that would become visible again.
         """
         self.check_crop(tokens_to_remove)
         if not self.is_initialized:
             return
-        length = self.cumulative_length + tokens_to_remove
-        if length >= self.packed_tokens:
-            self.recent.drop_back(-tokens_to_remove)
+        length = max(0, self.cumulative_length + tokens_to_remove)
+        if length == 0:
+            for store in (*self.packed.values(), self.recent):
+                store.drop_back(len(store))
+        elif length >= self.packed_tokens:
+            self.recent.drop_back(self.cumulative_length - length)
         else:
             self._crop_packed(length)
         self.cumulative_length = length

@@ -2,8 +2,9 @@
 
 `use_fused_attention(model)` registers an attention function and a mask function named "kvplus", selects them for the
 model, and marks the model's forward passes with hooks. Within such a pass a cache layer hands itself over (see
-`hf_kvplus.handover`) instead of decoding its states, and the attention function gives it to a kernel. Prompts, other
-caches and everything that no kernel reads go through PyTorch's attention. No code of the model is touched.
+`hf_kvplus.handover`) instead of decoding its states, and the attention function gives it to a kernel. Later
+chunks of a prompt are answered some of the history at a time (see `chunks`). Prompts, other caches and everything that
+no kernel reads go through PyTorch's attention. No code of the model is touched.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import inspect
 import re
 import sys
-from functools import lru_cache, partial
+from functools import lru_cache
 from types import TracebackType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -21,6 +22,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import sdpa_mask
 
 from hf_kvplus.attention.base import Kernel, Scoring, say_decoded, say_uncompiled
+from hf_kvplus.attention.chunks import CausalMasks, attend_chunk, reads_in_chunks
 from hf_kvplus.attention.dense import dense_attention
 from hf_kvplus.attention.reference import ReferenceKernel
 from hf_kvplus.checks import require_choice
@@ -105,6 +107,7 @@ class KernelReader:
         # What `update` returns is read by later layers too.
         self.shares = bool(getattr(model.config.get_text_config(decoder=True), "num_kv_shared_layers", None))
         self.answers: WeakKeyDictionary[KVLayer, tuple[Any, ...]] = WeakKeyDictionary()
+        self.masks = CausalMasks()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> KernelReader:
         """A copied model reads with the same kernel."""
@@ -125,12 +128,25 @@ class KernelReader:
             known = self.answers[layer] = (layer.dtype, layer.device, self._decide(layer))
         return known[2]
 
+    def accepts_chunk(self, layer: KVLayer, key_states: torch.Tensor) -> bool:
+        """Whether many queries, of a prompt's later chunk, are answered without all states side by side."""
+        if key_states.shape[2] <= MOST_QUERIES or torch.compiler.is_compiling() or self.shares:
+            return False
+        if torch.is_grad_enabled() and key_states.requires_grad:
+            return False
+        return reads_in_chunks(layer)
+
     def encoder(self, codec: Codec, channels: int, device: torch.device) -> Encode | None:
         """Returns what encodes blocks in the place of `codec`, if the kernel brings something that can."""
         found = getattr(self.kernel, "encoder", None)
         if found is None or found.refuses(codec, channels, device):
             return None
-        return partial(found.encode, codec)
+        return found.bind(codec)
+
+    @property
+    def mover(self) -> Any:
+        """What copies new states into a layer's buffers, if the kernel brings something."""
+        return getattr(self.kernel, "mover", None)
 
     def kernel_for(self, layer: KVLayer) -> Kernel:
         """Returns the kernel that reads a layer: offloaded blocks need one that takes them piece by piece."""
@@ -237,6 +253,8 @@ def fused_attention_forward(
         return dense_attention(module, query, key, value, attention_mask, **options)
     try:
         reason = _obstacle(module, layer, query, key, attention_mask, options)
+        if layer.incoming is not None:
+            return _answer_chunk(module, layer, query, attention_mask, reason, options)
         if reason:
             say_decoded(reason)
             keys, values = layer.dense(handover.visible)
@@ -249,6 +267,23 @@ def fused_attention_forward(
         return kernel.attend(layer, query, scoring, attention_mask, handover.visible), None
     finally:
         layer.finish_update()
+
+
+def _answer_chunk(
+    module: torch.nn.Module,
+    layer: KVLayer,
+    query: torch.Tensor,
+    mask: torch.Tensor | None,
+    reason: str | None,
+    options: dict[str, Any],
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Answers a prompt's later chunk; over dense states, as other prompts, where anything but its order is special."""
+    special = reason is not None or options.get("softcap") is not None or options.get("s_aux") is not None
+    if special or not handover.reader.masks.is_plain(mask):
+        keys, values = layer.dense(handover.visible)
+        return dense_attention(module, query, keys, values, mask, **options)
+    scaling = options.get("scaling")
+    return attend_chunk(layer, query, query.shape[3] ** -0.5 if scaling is None else scaling), None
 
 
 def _obstacle(
@@ -273,4 +308,3 @@ def _obstacle(
     if mask is not None and tuple(mask.shape[2:]) != (query.shape[2], key.shape[2]):
         return "the mask isn't for the pairs of queries and tokens that the cache holds"
     return None
-

@@ -183,19 +183,23 @@ def store_plane(
         tl.store(address, packed.to(tl.uint8), mask=(token < TOKENS)[:, None] & (place < size)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["blocks", "place", "capacity"])
 def encode_block(
     states, stride_b, stride_h, stride_n, stride_t, rotation, levels, valid,
     codes, channel_scale, token_scale, mean_bytes, mean_scale,
-    heads, blocks,
+    heads, blocks, place, capacity,
     NBITS: tl.constexpr, AXIS: tl.constexpr, TABLE: tl.constexpr, ITERATIONS: tl.constexpr, CLIPS: tl.constexpr,
     REFINEMENTS: tl.constexpr, CORRECT: tl.constexpr, HAS_VALID: tl.constexpr, HAS_ROTATION: tl.constexpr,
     PRECISION: tl.constexpr, TOKENS: tl.constexpr, TOKENS_PAD: tl.constexpr, CHANNELS: tl.constexpr,
     CHANNELS_PAD: tl.constexpr,
 ):  # fmt: skip
-    """Encodes one block; the grid is (batch * heads * blocks,)."""
-    at = tl.program_id(0).to(tl.int64)
-    block, head, batch = at % blocks, at // blocks % heads, at // blocks // heads
+    """Encodes one block; the grid is (batch * heads * blocks,).
+
+    Each head has room for `capacity` blocks, of which the first one here is number `place`.
+    """
+    number = tl.program_id(0).to(tl.int64)
+    block, head, batch = number % blocks, number // blocks % heads, number // blocks // heads
+    at = (batch * heads + head) * capacity + place + block
     token, channel = tl.arange(0, TOKENS_PAD), tl.arange(0, CHANNELS_PAD)
     weight = tl.where(token < TOKENS, 1.0, 0.0)
     if HAS_VALID:

@@ -12,8 +12,21 @@ moves an offset, and the room is reused when the buffer is next replaced: a wind
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
+
+
+class Mover(Protocol):
+    """Writes into all buffers of a store in one step, where a device does that faster than one by one."""
+
+    def write(self, buffers: dict[str, torch.Tensor], fields: dict[str, torch.Tensor], place: int) -> None:
+        """Copies `fields` into the buffers, to entries from `place` on."""
+        ...
+
+    def move(self, buffers: dict[str, torch.Tensor], source: int, target: int, count: int) -> None:
+        """Moves `count` entries from `source` on to `target` and behind; the places may overlap."""
+        ...
 
 
 class GrowingStore:
@@ -55,19 +68,43 @@ class GrowingStore:
         last = self.length if last is None else last
         return {name: buffer.narrow(2, self.start + first, last - first) for name, buffer in self._buffers.items()}
 
-    def append(self, fields: dict[str, torch.Tensor], upcoming: int = 0) -> None:
+    def append(self, fields: dict[str, torch.Tensor], upcoming: int = 0, mover: Mover | None = None) -> None:
         """Writes entries behind those held.
 
         Args:
             fields: Tensors `(batch, kv_heads, added, ...)`, the same names on every call.
             upcoming: Entries that are known to follow at once; room for them is taken in the same step.
+            mover: What copies instead of PyTorch.
         """
         added = next(iter(fields.values())).shape[2]
+        buffers, place = self.make_room(fields, added, upcoming)
+        if mover is not None:
+            mover.write(buffers, fields, place)
+        else:
+            for name, tensor in fields.items():
+                buffers[name].narrow(2, place, added).copy_(tensor)
+        self.length += added
+
+    def make_room(
+        self, fields: dict[str, torch.Tensor], added: int, upcoming: int = 0
+    ) -> tuple[dict[str, torch.Tensor], int]:
+        """Makes room for entries that whoever asks writes before `grow` counts them.
+
+        Args:
+            fields: Tensors of their shapes but for their number, and dtypes.
+            added: How many entries.
+            upcoming: As of `append`.
+
+        Returns:
+            The buffers, and the first entry's place in them.
+        """
         short = self.start + self.length + added > self.capacity
         if not self._buffers or self._is_frozen() or (short and not self._move_to_front(added)):
             self._reallocate(fields, added + upcoming)
-        for name, tensor in fields.items():
-            self._buffers[name].narrow(2, self.start + self.length, added).copy_(tensor)
+        return self._buffers, self.start + self.length
+
+    def grow(self, added: int) -> None:
+        """Counts entries that were written into the room of `make_room`."""
         self.length += added
 
     @property
@@ -126,6 +163,20 @@ class GrowingStore:
         """Forgets what is held and holds copies of `fields` instead, in the same buffers where they fit."""
         self.start, self.length = self.lead, 0
         self.append(fields)
+
+    def shift(self, count: int, mover: Mover | None = None) -> None:
+        """Forgets the first `count` entries and moves the others to the front of the same buffers.
+
+        Args:
+            count: How many.
+            mover: What moves them instead of PyTorch.
+        """
+        kept = self.length - count
+        if mover is None or self._is_frozen():
+            self.replace({name: tensor.clone() for name, tensor in self.fields(count).items()})
+            return
+        mover.move(self._buffers, self.start + count, self.lead, kept)
+        self.start, self.length = self.lead, kept
 
     def drop_front(self, count: int) -> None:
         """Forgets the first `count` entries; once they are the larger part of the buffers, gives their memory back."""

@@ -17,6 +17,7 @@ import torch
 
 from hf_kvplus.codecs.base import Codec, Packed
 from hf_kvplus.stores.blockfile import CAN_SCATTER, BlockError, OffloadError
+from hf_kvplus.stores.growing import Mover
 from hf_kvplus.stores.packed import SLAB_ELEMENTS, Encode, PackedStore
 from hf_kvplus.stores.runs import Entry, Layout, Run
 from hf_kvplus.stores.space import CPU, DISK, Shelves
@@ -35,6 +36,8 @@ class OffloadedStore(PackedStore):
         key: Layer, and `"keys"` or `"values"`.
         bound: Ignored: a window drops whole runs.
     """
+
+    in_buffers = False
 
     def __init__(self, codec: Codec, shelves: Shelves, key: tuple[int, str], bound: int = 0) -> None:
         super().__init__(codec, bound)
@@ -74,12 +77,13 @@ class OffloadedStore(PackedStore):
 
     # Writing
 
-    def append(self, fields: Packed, upcoming: int = 0) -> None:
+    def append(self, fields: Packed, upcoming: int = 0, mover: Mover | None = None) -> None:
         """Writes blocks behind those held.
 
         Args:
             fields: A payload `(batch, kv_heads, added, ...)`.
             upcoming: Ignored; runs take what they need.
+            mover: Ignored.
 
         Raises:
             OffloadError: If they can't be written.

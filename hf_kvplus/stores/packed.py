@@ -6,6 +6,7 @@ Slabs bound the temporaries of encoding and decoding, whatever the length of a p
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -14,6 +15,21 @@ from hf_kvplus.stores.growing import GrowingStore
 
 # Takes blocks and which of their tokens count, see `Codec.encode`.
 Encode = Callable[..., Packed]
+
+
+@runtime_checkable
+class EncodeInPlace(Protocol):
+    """An `Encode` that can also write a payload to where it belongs."""
+
+    def fields(self, states: torch.Tensor) -> Packed:
+        """Returns tensors as of a payload of such states, of no blocks."""
+        ...
+
+    def into(self, states: torch.Tensor, valid: torch.Tensor | None, buffers: Packed, place: int) -> None:
+        """Writes the payload into contiguous buffers `(batch, kv_heads, capacity, ...)`, from block `place` on."""
+        ...
+
+
 SLAB_ELEMENTS = 1 << 19
 
 
@@ -24,6 +40,9 @@ class PackedStore(GrowingStore):
         codec: How blocks become bytes.
         bound: Blocks that suffice for a window, or 0; see `GrowingStore`.
     """
+
+    # Whether blocks lie in buffers that grow, so that they can be encoded to where they belong.
+    in_buffers = True
 
     def __init__(self, codec: Codec, bound: int = 0) -> None:
         super().__init__(growth=64, bound=bound)
@@ -45,11 +64,21 @@ class PackedStore(GrowingStore):
         if valid is not None:
             mask = valid.unflatten(1, (-1, self.codec.block_tokens))
             start = mask.shape[1]
-            self.append(encode(blocks[:, :, :start], mask), upcoming=total - start)
+            self._encode(encode, blocks[:, :, :start], mask, total - start)
         slab = self._slab_blocks(states.shape)
         for first in range(start, total, slab):
             stop = min(first + slab, total)
-            self.append(encode(blocks[:, :, first:stop]), upcoming=total - stop)
+            self._encode(encode, blocks[:, :, first:stop], None, total - stop)
+
+    def _encode(self, encode: Encode, blocks: torch.Tensor, valid: torch.Tensor | None, upcoming: int) -> None:
+        """Encodes and appends some blocks, without a copy where that can be."""
+        if not self.in_buffers or not isinstance(encode, EncodeInPlace):
+            self.append(encode(blocks) if valid is None else encode(blocks, valid), upcoming=upcoming)
+            return
+        count = blocks.shape[2]
+        buffers, place = self.make_room(encode.fields(blocks), count, upcoming)
+        encode.into(blocks, valid, buffers, place)
+        self.grow(count)
 
     def decode(self, out: torch.Tensor, first_block: int = 0, last_block: int | None = None) -> None:
         """Decodes blocks into the front of `out`, `(batch, kv_heads, tokens, head_dim)`."""
