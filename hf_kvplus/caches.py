@@ -20,8 +20,8 @@ from hf_kvplus.layer import KVLayer
 from hf_kvplus.layer_plan import LayerPlan, load_plan
 from hf_kvplus.offload_index import IndexWriter
 from hf_kvplus.policies import FullPolicy, NativeWindowPolicy, Policy, SinkWindowPolicy
+from hf_kvplus.positions import check_window, distances_by_slots, sink_rotations
 from hf_kvplus.recipes import Quantization
-from hf_kvplus.rope import key_rotation, rotated_layers
 from hf_kvplus.stores.hostmemory import DensePool
 from hf_kvplus.stores.space import MEMORY, Offload, Shelf, Shelves, Space
 from hf_kvplus.window_layer import SinkWindowLayer
@@ -30,6 +30,8 @@ from hf_kvplus.window_masks import Uncomparable, WindowMasks
 # Layer types whose keys and values are stored here; a chunk (Llama 4) is a window to a cache, only its mask differs.
 WINDOWED = ("sliding_attention", "chunked_attention", "hybrid_sliding")
 HYBRID = ("hybrid", "hybrid_sliding")
+# Layer types that store nothing: those that read another layer's states, and blocks without attention.
+STATELESS = ("dummy",)
 # Layer types whose state has a fixed size.
 RECURRENT = ("linear_attention", "conv", "mamba")
 HANDLED_LAYER_TYPES = ("full_attention", *HYBRID, *WINDOWED)
@@ -191,23 +193,18 @@ class KVPlusCache(Cache):
         Raises:
             ValueError: If the model has none, some of another kind that grows, or can't be windowed.
         """
-        growing = {kind for kind in layer_types if kind not in ("full_attention", *WINDOWED, *RECURRENT)}
+        growing = {kind for kind in layer_types if kind not in ("full_attention", *STATELESS, *WINDOWED, *RECURRENT)}
         if growing or "full_attention" not in layer_types:
             kinds = f"layers of type {', '.join(sorted(growing))}, which would keep growing"
             raise ValueError(
                 "`window` is for layers with full attention, but this model has "
                 f"{kinds if growing else 'a window of its own in every layer'}; leave it out"
             )
-        if getattr(config, "alibi", False) or config.model_type in ("bloom", "mpt"):
-            raise ValueError(
-                f"`window` doesn't fit model type {config.model_type!r}: its attention adds a bias for every token "
-                "that it has seen (ALiBi); leave it out"
-            )
         policy = self.window
+        check_window(config, policy)
         held = policy.sliding_window + policy.rollback_tokens
-        rotation = key_rotation(config) if policy.positions == "shifted" else None
-        rotated = rotated_layers(config) if rotation else [False] * len(layers)
-        masks = WindowMasks()
+        rotations = sink_rotations(config) if policy.positions == "shifted" else [None] * len(layers)
+        masks = WindowMasks(by_slots=distances_by_slots(config))
         for index, layer_type in enumerate(layer_types):
             if layer_type == "full_attention":
                 packing = self._packing(index)
@@ -217,7 +214,7 @@ class KVPlusCache(Cache):
                     *(packing.codecs if packing else ()),
                     policy=policy,
                     masks=masks,
-                    rotation=rotation if rotated[index] else None,
+                    rotation=rotations[index],
                     residual_length=packing.residual_length if packing else 0,
                     num_sink_tokens=packing.num_sink_tokens if packing else 0,
                 )

@@ -92,39 +92,38 @@ def key_rotation(config: PretrainedConfig) -> KeyRotation:
     """
     parameters = getattr(config, "rope_parameters", None)
     if not parameters:
-        raise ValueError(_refusal(config, "it has no rotary positions that its configuration describes"))
+        raise ValueError(refusal(config, "it has no rotary positions that its configuration describes"))
     layered = isinstance(parameters.get(FULL), dict)
     parameters = parameters[FULL] if layered else parameters
     rope_type = parameters.get("rope_type", "default")
     if "mrope_section" in parameters or "mrope_interleaved" in parameters:
-        raise ValueError(_refusal(config, "its positions have several axes (mRoPE)"))
+        raise ValueError(refusal(config, "its positions have several axes (mRoPE)"))
     if rope_type in CHANGING:
-        raise ValueError(_refusal(config, f"its RoPE type {rope_type!r} changes the frequencies with the length"))
+        raise ValueError(refusal(config, f"its RoPE type {rope_type!r} changes the frequencies with the length"))
     if config.model_type not in VERIFIED:
         raise ValueError(
-            _refusal(config, f"how it rotates keys wasn't verified, only for {', '.join(sorted(VERIFIED))}")
+            refusal(config, f"how it rotates keys wasn't verified, only for {', '.join(sorted(VERIFIED))}")
         )
-    module = _modeling_module(config)
+    module = modeling_module(config)
     return KeyRotation(_frequencies(config, module, layered), _is_interleaved(config, module))
 
 
-def rotated_layers(config: PretrainedConfig) -> list[bool]:
-    """Returns for each layer whether it has rotary positions, as far as the configuration tells."""
-    flags = getattr(config, "no_rope_layers", None)  # 1 where there is RoPE, for all its name
-    return [bool(flag) for flag in flags] if flags else [True] * config.num_hidden_layers
-
-
-def _refusal(config: PretrainedConfig, reason: str) -> str:
+def refusal(config: PretrainedConfig, reason: str) -> str:
+    """Returns the message that shifted positions can't be had, and what can."""
     return f'positions="shifted" can\'t be right for model type {config.model_type!r}: {reason}; {REMEDY}'
 
 
-def _modeling_module(config: PretrainedConfig) -> ModuleType:
-    """Returns the module with the model's code, which stands beside that of its configuration."""
+def modeling_module(config: PretrainedConfig) -> ModuleType:
+    """Returns the module with the model's code, which stands beside that of its configuration.
+
+    Raises:
+        ValueError: If it doesn't.
+    """
     name = type(config).__module__
     try:
         return importlib.import_module(name.replace("configuration_", "modeling_"))
     except ImportError:
-        raise ValueError(_refusal(config, f"its code isn't found beside {name}")) from None
+        raise ValueError(refusal(config, f"its code isn't found beside {name}")) from None
 
 
 def _frequencies(config: PretrainedConfig, module: ModuleType, layered: bool) -> torch.Tensor:
@@ -139,7 +138,7 @@ def _frequencies(config: PretrainedConfig, module: ModuleType, layered: bool) ->
         and "Vision" not in name
     ]
     if len(found) != 1:
-        raise ValueError(_refusal(config, f"its code has {len(found)} rotary embeddings to choose from"))
+        raise ValueError(refusal(config, f"its code has {len(found)} rotary embeddings to choose from"))
     rotary = found[0](config)
     return getattr(rotary, f"{FULL}_inv_freq" if layered else "inv_freq")
 
@@ -152,8 +151,8 @@ def _is_interleaved(config: PretrainedConfig, module: ModuleType) -> bool:
     elif hasattr(module, "_apply_rotary_emb"):
         turned = module._apply_rotary_emb(probe, torch.zeros(1, 1, 1, 2), torch.ones(1, 1, 1, 2))
     else:
-        raise ValueError(_refusal(config, "its code has no `rotate_half` to learn the pairing of channels from"))
+        raise ValueError(refusal(config, "its code has no `rotate_half` to learn the pairing of channels from"))
     for interleaved, expected in ((False, [-3.0, -4.0, 1.0, 2.0]), (True, [-2.0, 1.0, -4.0, 3.0])):
         if turned.flatten().tolist() == expected:
             return interleaved
-    raise ValueError(_refusal(config, "its code rotates channels in a way that isn't known here"))
+    raise ValueError(refusal(config, "its code rotates channels in a way that isn't known here"))

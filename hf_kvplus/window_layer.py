@@ -135,6 +135,12 @@ class SinkWindowLayer(KVLayer):
         query_length = key_states.shape[2]
         plan = self._plan(query_length)
         asked = self.masks.find(self.cumulative_length, query_length)
+        if plan.copies and self.masks.by_slots:
+            raise RuntimeError(
+                f"{query_length} drafts at once reach beyond the window of {self.policy.sliding_window} tokens, and "
+                "this model takes distances from slots (ALiBi), which fit one query only; feed one token at a time, "
+                "without an assistant or `prompt_lookup_num_tokens`"
+            )
         if plan.copies and (asked is None or not asked.built):
             raise RuntimeError(
                 f"{query_length} tokens at once reach beyond the window of {self.policy.sliding_window} tokens, and "

@@ -186,9 +186,15 @@ def _refusal(func: Any) -> NotImplementedError:
 
 @dataclass
 class WindowMasks:
-    """The plan of the running forward pass, shared by the layers that one mask serves."""
+    """The plan of the running forward pass, shared by the layers that one mask serves.
+
+    Args:
+        plan: The plan.
+        by_slots: Whether the model takes distances from slots, so that sinks can only stand once, before the window.
+    """
 
     plan: MaskPlan | None = None
+    by_slots: bool = False
 
     def find(self, seq_length: int, query_length: int) -> MaskPlan | None:
         """Returns the plan made for these queries, or `None`."""

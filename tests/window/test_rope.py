@@ -6,7 +6,8 @@ from transformers import AutoModelForCausalLM, DynamicCache, GPT2Config, LlamaCo
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from hf_kvplus import SlidingWindowCache
-from hf_kvplus.rope import VERIFIED, KeyRotation, key_rotation, rotated_layers
+from hf_kvplus.positions import rotated_layers
+from hf_kvplus.rope import VERIFIED, KeyRotation, key_rotation
 
 COMMON = {
     "vocab_size": 64,
@@ -84,7 +85,7 @@ def test_scaled_frequencies_are_the_models_own(rope_type):
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        (GPT2Config(), "no rotary positions"),
+        (GPT2Config(), "learned positions"),
         (Qwen2VLTextConfig(rope_parameters={"rope_type": "default", "mrope_section": [2, 3, 3]}), "several axes"),
         (LlamaConfig(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}), "'dynamic'"),
         (
@@ -101,9 +102,9 @@ def test_scaled_frequencies_are_the_models_own(rope_type):
             ),
             "'longrope'",
         ),
-        (CONFIG_MAPPING["cohere2"](), "wasn't verified"),
+        (CONFIG_MAPPING["deepseek_v3"](), "wasn't verified"),
     ],
-    ids=["gpt2", "qwen2-vl", "dynamic", "longrope", "cohere2"],
+    ids=["gpt2", "qwen2-vl", "dynamic", "longrope", "deepseek-v3"],
 )
 def test_what_cannot_be_shifted_is_refused_by_name_and_works_unshifted(config, reason):
     with pytest.raises(ValueError, match=reason) as error:

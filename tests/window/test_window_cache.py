@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from transformers import Gemma3ForCausalLM, Gemma3TextConfig, GPT2Config, MistralConfig
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig, Gemma4ForCausalLM, Gemma4TextConfig, MistralConfig
 from window_oracle import cached_logits, oracle_logits, visible
 
 from conftest import tiny_llama
@@ -251,12 +251,27 @@ def test_bad_options_are_named(strategy, config, message):
         build_cache(strategy, config or tiny_llama().config)
 
 
-def test_models_that_add_a_bias_per_token_are_refused():
-    from transformers import BloomConfig
-
-    with pytest.raises(ValueError, match="ALiBi"):
-        SlidingWindowCache(BloomConfig(), 64)
-    assert SlidingWindowCache(GPT2Config(), 64).plan[0].startswith("layer 0 (full_attention): window of 64 tokens")
+def test_layers_that_read_a_windowed_layers_states_read_its_window():
+    torch.manual_seed(0)
+    config = Gemma4TextConfig(
+        vocab_size=128, hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, global_head_dim=32, sliding_window=16, num_kv_shared_layers=2,
+        layer_types=["sliding_attention", "full_attention"] * 2, vocab_size_per_layer_input=128,
+        hidden_size_per_layer_input=16, initializer_range=0.15, pad_token_id=0, eos_token_id=None,
+    )  # fmt: skip
+    gemma = Gemma4ForCausalLM(config).eval()
+    ids, mask = padded(60, (0, 33))
+    found = []
+    for chunks in ([60], [9, 30, 1, 1, 19], [1] * 60):
+        with torch.inference_mode():
+            cache = build_cache("window:24,sinks=4,positions=shifted", config)
+            found.append(cached_logits(gemma, ids, mask, cache, chunks) * mask[..., None])
+            alone = cached_logits(
+                gemma, ids[1:, 33:], mask[1:, 33:], build_cache("window:24,sinks=4,positions=shifted", config), [27]
+            )
+    torch.testing.assert_close(found[1], found[0], atol=1e-4, rtol=0)
+    torch.testing.assert_close(found[2], found[0], atol=1e-4, rtol=0)
+    torch.testing.assert_close(found[0][1:, 33:], alone, atol=1e-4, rtol=0)
 
 
 def test_the_strategy_is_listed():
