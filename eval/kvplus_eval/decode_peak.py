@@ -1,12 +1,15 @@
 """Peak memory while tokens are decoded, one strategy in a process of its own: what a step needs beside its cache.
 
 The process loads the model and decodes some tokens with a short cache, which tells the model's own working memory;
-then it reads a prompt, gives back what that left, and decodes the same number of tokens. Memory is what the system
-counts as resident (Linux). What reading a cache needs on the way is the difference, less what the cache holds:
+then it fills a cache with a long context (random states, see `kvplus_eval.fill`, or a prompt that the model computes),
+gives back what that left, and decodes the same number of tokens. Memory is what the system counts as resident (Linux);
+it counts pages in batches, so some hundred KiB are within its error. What reading a cache needs on the way is the
+difference, less what the cache holds:
 
     beside = peak of the long run - peak of the short run - (bytes of the long cache - bytes of the short one)
 
     python -m kvplus_eval.decode_peak '{"model": "smollm2-135m", "strategy": "int4", ...}'   see `PeakJob`
+    python -m kvplus_eval.decode_peaks --strategies dynamic,int4 --context 8192              a row for each
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ from transformers import Cache, PreTrainedModel
 from hf_kvplus import KVPlusCache, measure_memory, use_fused_attention
 from hf_kvplus.loading import load_model
 from hf_kvplus.units import format_bytes
+from kvplus_eval.fill import fill_cache
 from kvplus_eval.guards import RefusedError
 from kvplus_eval.peak import LAUNCHED, RESET, RESET_PEAK, can_watch, status_bytes
 from kvplus_eval.results import Row
@@ -48,11 +52,12 @@ class PeakJob:
     Args:
         model: As for `kvplus bench`.
         strategy: A strategy string.
-        context: Tokens of the prompt.
+        context: Tokens of the context.
         decoded: Tokens decoded after it.
         prefill_chunk_tokens: Tokens in one forward pass of the prompt.
         fused: Whether caches of this package are read by `use_fused_attention`.
         dtype: Of the weights, as for `kvplus bench`.
+        computed: Whether the model computes the context; otherwise the cache is filled with random states.
     """
 
     model: str
@@ -62,6 +67,7 @@ class PeakJob:
     prefill_chunk_tokens: int = 512
     fused: bool = False
     dtype: str = "auto"
+    computed: bool = False
 
 
 def watch_decoding(job: PeakJob) -> dict[str, int]:
@@ -115,11 +121,14 @@ def measure_decoding(model: PreTrainedModel, vocab: int, job: PeakJob) -> dict[s
 
 
 def _decode(model: PreTrainedModel, job: PeakJob, text: torch.Tensor, tokens: int, decoded: int) -> tuple[int, int]:
-    """Reads a prompt and decodes; returns the bytes that the cache holds at the end, and the peak while decoding."""
+    """Makes a context and decodes; returns the bytes that the cache holds at the end, and the peak while decoding."""
     cache = make_cache(job.strategy, model, job.context + job.decoded)
     with _reading(model, cache, job.fused):
-        for piece in text[:tokens].split(job.prefill_chunk_tokens):
-            step(model, cache, piece, last_only=True)
+        if job.computed:
+            for piece in text[:tokens].split(job.prefill_chunk_tokens):
+                step(model, cache, piece, last_only=True)
+        else:
+            fill_cache(model, cache, tokens)
         _tidy()
         RESET.write_text(RESET_PEAK)
         for token in text[tokens : tokens + decoded].split(1):

@@ -1,7 +1,8 @@
 """Time of one decode step's attention alone: packed layers against PyTorch's attention over dense states.
 
 Layers hold random states of one shape. Each is read by the kernel that `use_fused_attention` would choose, and takes
-turns with SDPA over dense keys and values in float32 and bfloat16 (grouped heads aren't repeated). A kernel is timed
+turns with SDPA over dense keys and values in float32 and bfloat16 (grouped heads aren't repeated), if asked also with
+SDPA in bfloat16 on a CPU without units for it (`sdpa-bfloat16-avx512`, see `kvplus_eval.held_sdpa`). A kernel is timed
 only after its output was compared with the reference kernel's.
 
 The `kernel` part of a row:
@@ -13,6 +14,8 @@ The `kernel` part of a row:
     bandwidth_bytes_per_s, share      what the machine reads (CPU) or copies (GPU) per second, and the share of it
     error                             largest difference from the reference, relative to its largest value
     times_sdpa_float32, times_sdpa_bfloat16   how many times faster than SDPA over dense states of that dtype
+    times_sdpa_bfloat16_avx512        the same, SDPA held to plain AVX-512; only where that was asked for
+    instructions                      CPU: what dense products may use, see `kvplus_eval.held_sdpa`
 """
 
 from __future__ import annotations
@@ -38,7 +41,9 @@ from hf_kvplus.attention.reference import ReferenceKernel
 from hf_kvplus.attention.triton import Launch, TritonKernel
 from hf_kvplus.checks import require_at_least
 from hf_kvplus.layer import KVLayer
+from kvplus_eval import held_sdpa
 from kvplus_eval.guards import RefusedError
+from kvplus_eval.held_sdpa import HeldAttention, cpu_instructions
 from kvplus_eval.outcome import Outcome
 from kvplus_eval.results import SCHEMA, Row, device_facts, git_commit, library_versions
 from kvplus_eval.timing import clock_ms, rotated
@@ -98,6 +103,7 @@ class Contestant:
     name: str = ""
     held_bytes: int = 0
     error: float = 0.0
+    held: HeldAttention | None = None
     ms: list[float] = field(default_factory=list)
 
 
@@ -109,6 +115,7 @@ def run_kernel_bench(
     dtype: torch.dtype,
     rounds: int = 30,
     launch: Launch | None = None,
+    held: bool = False,
 ) -> list[Row]:
     """Times the attention of all strategies, and SDPA's, in turns.
 
@@ -119,15 +126,25 @@ def run_kernel_bench(
         dtype: Of queries and unpacked states.
         rounds: How often each is timed.
         launch: How the Triton kernels are launched, instead of their defaults.
+        held: Whether SDPA in bfloat16 also takes part held to plain AVX-512, in a process of its own.
 
     Returns:
         A row for each strategy and for SDPA in both dtypes.
+
+    Raises:
+        ValueError: If `held` is asked for on another device than a CPU.
     """
+    if held and device.type != "cpu":
+        raise ValueError(f"`held` is about a CPU's instructions, this is {device}; leave it out")
     torch.manual_seed(0)
-    contestants = {name: Contestant(Outcome(name)) for name in (*strategies, *DENSE)}
+    names = (*strategies, *DENSE, *([held_sdpa.NAME] if held else ()))
+    contestants = {name: Contestant(Outcome(name)) for name in names}
     kernel = make_kernel("auto", device) if launch is None else TritonKernel(launch)
     with torch.inference_mode():
         for name, one in contestants.items():
+            if name == held_sdpa.NAME:
+                one.outcome.attempt(partial(_prepare_held, one, shape))
+                continue
             prepare = partial(_prepare_dense, one) if name in DENSE else partial(_prepare_layer, one, kernel=kernel)
             one.outcome.attempt(partial(prepare, shape=shape, device=device, dtype=DENSE.get(name, dtype)))
         bandwidth = measure_bandwidth(device)
@@ -135,6 +152,9 @@ def run_kernel_bench(
             for name in rotated(list(contestants), number):
                 one = contestants[name]
                 one.outcome.attempt(partial(_time, one, device, counted=number >= WARMUP_STEPS))
+    for one in contestants.values():
+        if one.held is not None:
+            one.held.close()
     facts = {**kernel_facts(device), "launch": asdict(launch) if launch else None}
     return [_row(facts, one, contestants, shape, dtype, bandwidth) for one in contestants.values()]
 
@@ -202,11 +222,23 @@ def _prepare_dense(one: Contestant, *, shape: Shape, device: torch.device, dtype
     one.name, one.held_bytes = "sdpa", keys.nbytes + values.nbytes
 
 
+def _prepare_held(one: Contestant, shape: Shape) -> None:
+    """Begins the process that is held to plain AVX-512."""
+    if not torch.backends.cpu.get_cpu_capability().startswith("AVX512"):
+        raise RefusedError(f"{held_sdpa.NAME} needs a CPU with AVX-512; leave it out here")
+    one.held = HeldAttention(asdict(shape))
+    one.name = "sdpa"
+    one.held_bytes = 2 * 2 * shape.batch * shape.kv_heads * shape.tokens * shape.head_dim
+
+
 def _time(one: Contestant, device: torch.device, *, counted: bool) -> None:
     """Attends once."""
-    began = clock_ms(device)
-    one.act()
-    took_ms = clock_ms(device) - began
+    if one.held is not None:
+        took_ms = one.held.step_ms()
+    else:
+        began = clock_ms(device)
+        one.act()
+        took_ms = clock_ms(device) - began
     if counted:
         one.ms.append(took_ms)
 
@@ -239,8 +271,11 @@ def _row(
     bandwidth: float,
 ) -> Row:
     """Makes the row of one way to attend."""
-    chosen = DENSE.get(one.outcome.strategy, dtype)
+    held = one.outcome.strategy == held_sdpa.NAME
+    chosen = torch.bfloat16 if held else DENSE.get(one.outcome.strategy, dtype)
     kernel: Row = {**asdict(shape), "dtype": str(chosen).removeprefix("torch."), "name": one.name}
+    if facts["device"]["type"] == "cpu":
+        kernel["instructions"] = one.held.instructions if one.held is not None else cpu_instructions()
     if one.outcome.status == "ok":
         typical_ms = median(one.ms)
         rate = one.held_bytes / typical_ms * 1000
@@ -256,12 +291,11 @@ def _row(
                 "error": one.error,
             }
         )
-        for name, dense in DENSE.items():
-            other = contestants[name]
-            known = other.outcome.status == "ok"
-            kernel[f"times_sdpa_{str(dense).removeprefix('torch.')}"] = (
-                median(other.ms) / typical_ms if known else None
-            )
+        for name in (*DENSE, held_sdpa.NAME):
+            if name in contestants:
+                other = contestants[name]
+                known = other.outcome.status == "ok"
+                kernel[f"times_{name.replace('-', '_')}"] = median(other.ms) / typical_ms if known else None
     return {**facts, **one.outcome.facts(), "kernel": kernel}
 
 
@@ -274,14 +308,25 @@ def kernel_table(rows: Sequence[Row]) -> Table:
     )
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
     table.add_column("strategy", no_wrap=True)
-    for head in ("ms", "GB/s", "of bandwidth", "x SDPA fp32", "x SDPA bf16", "error"):
+    held = any(row["strategy"] == held_sdpa.NAME for row in rows)
+    heads = [
+        "ms",
+        "GB/s",
+        "of bandwidth",
+        "x SDPA fp32",
+        "x SDPA bf16",
+        *(["x bf16 AVX-512"] if held else []),
+        "error",
+    ]
+    for head in heads:
         table.add_column(head, justify="right", no_wrap=True)
     for row in rows:
         kernel = row["kernel"]
         if row["status"] != "ok":
-            table.add_row(row["strategy"], row["status"], *["-"] * 5, style="dim")
+            table.add_row(row["strategy"], row["status"], *["-"] * (len(heads) - 1), style="dim")
             continue
-        ratios = (kernel["times_sdpa_float32"], kernel["times_sdpa_bfloat16"])
+        ratios = [kernel["times_sdpa_float32"], kernel["times_sdpa_bfloat16"]]
+        ratios += [kernel["times_sdpa_bfloat16_avx512"]] if held else []
         table.add_row(
             row["strategy"],
             f"{kernel['ms']:.3f}",

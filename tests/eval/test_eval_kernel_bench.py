@@ -11,7 +11,8 @@ from typer.testing import CliRunner
 from hf_kvplus.attention.cpu import CPUKernel
 from kvplus_eval import gpu_bench
 from kvplus_eval.commands import bench
-from kvplus_eval.kernel_bench import Shape, make_layer, read_shape, run_kernel_bench
+from kvplus_eval.held_sdpa import HeldAttention
+from kvplus_eval.kernel_bench import Shape, kernel_table, make_layer, read_shape, run_kernel_bench
 
 SMALL = Shape(kv_heads=2, queries=2, head_dim=32, tokens=300)
 CPU = torch.device("cpu")
@@ -29,6 +30,45 @@ def test_each_way_to_attend_has_figures_that_fit_together():
         assert kernel["times_sdpa_float32"] == pytest.approx(found["sdpa-float32"]["ms"] / kernel["ms"])
         assert kernel["ms_fastest"] <= kernel["ms"] <= kernel["ms_slowest"]
     assert 0 < found["int4"]["error"] < 1e-5
+
+
+AVX512 = pytest.mark.skipif(
+    not torch.backends.cpu.get_cpu_capability().startswith("AVX512"), reason="needs a CPU with AVX-512"
+)
+
+
+@AVX512
+def test_a_second_yardstick_is_held_to_plain_avx512_and_stands_beside_the_first(monkeypatch):
+    monkeypatch.setenv("MKL_ENABLE_INSTRUCTIONS", "AVX2")  # of this process; the other one has its own
+    rows = run_kernel_bench(["int4"], SMALL, device=CPU, dtype=torch.float32, rounds=2, held=True)
+    found = {row["strategy"]: row["kernel"] for row in rows}
+    assert list(found) == ["int4", "sdpa-float32", "sdpa-bfloat16", "sdpa-bfloat16-avx512"]
+    plain, held = found["sdpa-bfloat16"], found["sdpa-bfloat16-avx512"]
+    assert held["instructions"]["limits"] == {"MKL_ENABLE_INSTRUCTIONS": "AVX512"}
+    assert plain["instructions"]["limits"] == {"MKL_ENABLE_INSTRUCTIONS": "AVX2"}
+    assert held["instructions"]["bfloat16_units"] == plain["instructions"]["bfloat16_units"]
+    assert held["held_bytes"] == plain["held_bytes"]
+    assert found["int4"]["times_sdpa_bfloat16_avx512"] == pytest.approx(held["ms"] / found["int4"]["ms"])
+    assert found["int4"]["times_sdpa_bfloat16"] == pytest.approx(plain["ms"] / found["int4"]["ms"])
+    assert len(kernel_table(rows).columns) == 8
+
+
+@AVX512
+def test_the_process_of_the_second_yardstick_attends_as_often_as_it_is_asked_and_ends():
+    attention = HeldAttention({"batch": 1, "kv_heads": 2, "queries": 2, "head_dim": 32, "tokens": 300})
+    assert all(attention.step_ms() > 0 for _ in range(3))
+    attention.close()
+    assert attention.process.returncode == 0
+
+
+def test_a_second_yardstick_that_fails_says_how():
+    with pytest.raises(RuntimeError, match="process of its own failed: .*KeyError"):
+        HeldAttention({"batch": 1})
+
+
+def test_the_second_yardstick_is_about_cpus():
+    with pytest.raises(ValueError, match="`held` is about a CPU's instructions, this is cuda"):
+        run_kernel_bench(["int4"], SMALL, device=torch.device("cuda"), dtype=torch.float32, held=True)
 
 
 def test_a_layer_has_the_shape():
