@@ -249,10 +249,10 @@ class KVPlusCache(Cache):
         """Forgets the newest tokens in every layer, or in none.
 
         Args:
-            tokens_to_remove: Minus the number of tokens; 0 removes none.
+            tokens_to_remove: Minus the number of tokens; 0 removes none, more than were seen all of them.
 
         Raises:
-            ValueError: If positive, or more than were seen.
+            ValueError: If positive.
             RuntimeError: If a layer no longer has what it would have to go back to.
         """
         for layer in self.layers:

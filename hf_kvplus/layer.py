@@ -23,6 +23,7 @@ from hf_kvplus.codecs.identity import IdentityCodec
 from hf_kvplus.handover import handover
 from hf_kvplus.policies import FullPolicy, Policy
 from hf_kvplus.policies.padding import RowPadding
+from hf_kvplus.shown_states import ShownStates
 from hf_kvplus.stores import GrowingStore, PackedStore, SinkStore
 from hf_kvplus.stores.hostmemory import DensePool
 from hf_kvplus.stores.space import Shelf
@@ -33,7 +34,7 @@ States = dict[str, torch.Tensor]  # "keys" and "values", each (batch, kv_heads, 
 OFFLOADED_BLOCK_TOKENS = OFFLOADED_RECENT_TOKENS = 64
 
 
-class KVLayer(CacheLayerMixin):
+class KVLayer(ShownStates, CacheLayerMixin):
     """Stores the keys and values of one attention layer.
 
     Args:
@@ -77,6 +78,8 @@ class KVLayer(CacheLayerMixin):
         self.policy = policy or FullPolicy()
         self.residual_length, self.num_sink_tokens = residual_length, num_sink_tokens
         self.is_sliding = self.policy.is_sliding
+        if self.is_sliding:  # transformers' layers have it where they have a window, and only there
+            self.sliding_window = self.policy.sliding_window
         self.record_past = False
         self.shelf: Shelf | None = None
         # Buffers that the layers of a cache take turns with, and whether this layer is the last to read in a pass.
@@ -107,6 +110,7 @@ class KVLayer(CacheLayerMixin):
         """Sets up empty stores."""
         self.is_initialized = False
         self.cumulative_length = 0
+        self.assigned = {}
         if self.shelf:
             self.shelf.packed_tokens = 0
         self.incoming = None
@@ -264,6 +268,7 @@ class KVLayer(CacheLayerMixin):
 
     def _check_states(self, new: States) -> None:
         """Refuses states that don't continue the ones held."""
+        self.check_both_assigned()
         got = {"batch size": new["keys"].shape[0], "dtype": new["keys"].dtype}
         held = {"batch size": self.batch_size, "dtype": self.dtype}
         for name, tensor in new.items():
@@ -324,17 +329,19 @@ class KVLayer(CacheLayerMixin):
 
     def _pack(self, due: States, begin: int) -> None:
         """Encodes whole blocks that start at column `begin`, but those that no later query will see."""
-        gone = 0 if self.record_past else self.policy.first_kept(self._last_seen(begin + due["keys"].shape[2])) - begin
-        skipped = min(max(0, gone) // self.block_tokens, due["keys"].shape[2] // self.block_tokens) * self.block_tokens
+        tokens = next(iter(due.values())).shape[2]
+        gone = 0 if self.record_past else self.policy.first_kept(self._last_seen(begin + tokens)) - begin
+        skipped = min(max(0, gone) // self.block_tokens, tokens // self.block_tokens) * self.block_tokens
         if skipped:
             for store in self.packed.values():
                 store.clear()
         first = begin + skipped
         protected = max(self.padding.counts) + self.num_sink_tokens - first
-        masked = min(-(-protected // self.block_tokens) * self.block_tokens, due["keys"].shape[2] - skipped)
+        masked = min(-(-protected // self.block_tokens) * self.block_tokens, tokens - skipped)
         valid = self._valid(first, masked) if masked > 0 else None
-        for name, store in self.packed.items():
-            store.append_states(due[name][:, :, skipped:], valid, handover.encoder(store.codec, due[name]))
+        for name, states in due.items():
+            store = self.packed[name]
+            store.append_states(states[:, :, skipped:], valid, handover.encoder(store.codec, states))
 
     def _valid(self, first: int, tokens: int) -> torch.Tensor:
         """Returns which of `tokens` columns from `first` on are neither padding nor sinks, `(batch, tokens)`."""
@@ -422,16 +429,6 @@ class KVLayer(CacheLayerMixin):
             states = {name: torch.cat([states[name], tensor], dim=2) for name, tensor in self.incoming.items()}
         return states["keys"][:, :, visible - first :], states["values"][:, :, visible - first :]
 
-    @property
-    def keys(self) -> torch.Tensor | None:
-        """All visible keys at full precision, decoded on access; `None` before the first update."""
-        return self.dense()[0] if self.is_initialized else None
-
-    @property
-    def values(self) -> torch.Tensor | None:
-        """All visible values at full precision, decoded on access; `None` before the first update."""
-        return self.dense()[1] if self.is_initialized else None
-
     # Rolling back
 
     def activate_past_recording(self) -> None:
@@ -442,21 +439,20 @@ class KVLayer(CacheLayerMixin):
         """Refuses a `crop` that this layer can't do, so that a cache can ask all its layers before it cuts any.
 
         Raises:
-            ValueError: If positive (the meaning before transformers 5.17), or more than were seen.
+            ValueError: If positive (the meaning before transformers 5.17).
             RuntimeError: If a window has already dropped tokens that would become visible again.
         """
+        self.check_both_assigned()
         length = self.cumulative_length + tokens_to_remove
         if tokens_to_remove > 0:
             raise ValueError(
                 f"`tokens_to_remove` must be negative or 0, got {tokens_to_remove}; crop(-n) removes the last n tokens"
             )
-        if not self.is_initialized:
-            return
-        if length < 0:
-            raise ValueError(f"`tokens_to_remove` is {tokens_to_remove}, but only {self.cumulative_length} were seen")
-        if tokens_to_remove and self.policy.first_visible(length) < self.first_stored:
+        needed = self.policy.first_visible(length)
+        # Nothing of what a window has dropped is needed where nothing is left.
+        if self.is_initialized and tokens_to_remove and length > 0 and needed < self.first_stored:
             raise RuntimeError(
-                f"cropping to {length} tokens needs token {self.policy.first_visible(length)}, which has left the "
+                f"cropping to {length} tokens needs token {needed}, which has left the "
                 "window; call `activate_past_recording()` before the tokens that are to be removed"
             )
 
@@ -466,18 +462,22 @@ class KVLayer(CacheLayerMixin):
         A cut inside a packed block moves what remains of that block, as decoded, into the recent buffer.
 
         Args:
-            tokens_to_remove: Minus the number of tokens; 0 removes none (a window drops what it no longer needs).
+            tokens_to_remove: Minus the number of tokens; 0 removes none (a window drops what it no longer needs). As
+                with transformers' own layers, more than were seen leave nothing.
 
         Raises:
-            ValueError: If positive (the meaning before transformers 5.17), or more than were seen.
+            ValueError: If positive (the meaning before transformers 5.17).
             RuntimeError: If a window has already dropped tokens that would become visible again.
         """
         self.check_crop(tokens_to_remove)
         if not self.is_initialized:
             return
-        length = self.cumulative_length + tokens_to_remove
-        if length >= self.packed_tokens:
-            self.recent.drop_back(-tokens_to_remove)
+        length = max(0, self.cumulative_length + tokens_to_remove)
+        if length == 0:
+            for store in (*self.packed.values(), self.recent):
+                store.drop_back(len(store))
+        elif length >= self.packed_tokens:
+            self.recent.drop_back(self.cumulative_length - length)
         else:
             self._crop_packed(length)
         self.cumulative_length = length
