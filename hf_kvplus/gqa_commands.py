@@ -118,6 +118,7 @@ def convert_gqa(
         converted, _, _ = load_model(out, device, dtype)
         console.print(f"{out}: converted already, going on with its healing", soft_wrap=True)
     else:
+        _require_unhealed(out)
         converted = _convert(console, original, num_key_value_heads, method, cut)
         _save(converted, tokenizer, out, facts)
     if healing and text is not None:
@@ -162,9 +163,12 @@ def cut_end(
         Token ids, the last window first, and which part of which text they are.
 
     Raises:
-        ValueError: If the text is too short.
+        ValueError: If the text is too short, or isn't UTF-8.
     """
-    content = path.read_text(encoding="utf-8")
+    try:
+        content = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"text `{path}` isn't UTF-8 text: {error.reason} at byte {error.start}") from error
     ids = tokenizer(content, add_special_tokens=False, verbose=False)["input_ids"]
     if len(ids) < windows * window_tokens:
         raise ValueError(
@@ -206,6 +210,19 @@ def _holds(out: Path, facts: dict[str, Any]) -> bool:
         return False
     found = json.loads(path.read_text())
     return all(found.get(name) == value for name, value in facts.items())
+
+
+def _require_unhealed(out: Path) -> None:
+    """Checks that no healing of another conversion lies where a new one would go on from it.
+
+    Raises:
+        ValueError: If one does.
+    """
+    if (out / HEALING_FOLDER).exists():
+        raise ValueError(
+            f"`out` {out} holds the healing of another conversion in {HEALING_FOLDER}/; give another folder, or "
+            "delete that one"
+        )
 
 
 def _save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, out: Path, facts: dict[str, Any]) -> None:

@@ -71,7 +71,9 @@ def calibrate_gqa(
         The projection, not yet saved.
 
     Raises:
-        ValueError: If no layer has more heads than wanted, or a choice or window doesn't fit.
+        TypeError: If `model` isn't a transformers model.
+        ValueError: If no layer has more heads than wanted, the model has an encoder, or a choice or a window doesn't
+            fit.
     """
     require_at_least("num_key_value_heads", num_key_value_heads, 1)
     require_choice("method", method, METHODS)

@@ -9,6 +9,7 @@ Left out: mixing in the loss on the text itself, and teachers that don't fit bes
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -105,7 +106,7 @@ def heal(
     Raises:
         ImportError: If accelerate isn't installed.
         ValueError: If there are no windows, they differ in length, the vocabularies differ, or the checkpoint is of
-            a run with other settings.
+            a run with other settings or on another text.
     """
     accelerator = _make_accelerator()
     lengths = {len(window) for window in windows}
@@ -116,7 +117,7 @@ def heal(
             f"student and teacher must have one vocabulary, got {student.config.vocab_size} and "
             f"{teacher.config.vocab_size} tokens"
         )
-    run = _Run(Path(folder), healing, accelerator)
+    run = _Run(Path(folder), healing, accelerator, windows)
     teacher = teacher.to(accelerator.device).eval()
     chosen = _choose_weights(student, healing.trained)
     optimizer = torch.optim.AdamW(chosen, lr=healing.learning_rate, weight_decay=0.0, betas=(0.9, 0.95))
@@ -181,8 +182,12 @@ def _distil(student: Any, teacher: PreTrainedModel, ids: torch.Tensor) -> torch.
 class _Run:
     """The files of a run, and which windows its steps see."""
 
-    def __init__(self, folder: Path, healing: Healing, accelerator: Accelerator) -> None:
+    def __init__(
+        self, folder: Path, healing: Healing, accelerator: Accelerator, windows: Sequence[torch.Tensor]
+    ) -> None:
         self.folder, self.healing, self.accelerator = folder, healing, accelerator
+        tokens = torch.stack(list(windows)).cpu().numpy().tobytes()
+        self.windows = f"{len(windows)} windows, SHA-256 {hashlib.sha256(tokens).hexdigest()[:16]}"
         if accelerator.is_main_process:
             folder.mkdir(parents=True, exist_ok=True)
         accelerator.wait_for_everyone()
@@ -199,7 +204,7 @@ class _Run:
 
     def settings(self) -> dict[str, Any]:
         """Returns what must be equal when a run goes on."""
-        return {**asdict(self.healing), "processes": self.accelerator.num_processes}
+        return {**asdict(self.healing), "processes": self.accelerator.num_processes, "text": self.windows}
 
     def resume(self) -> int:
         """Loads the last checkpoint and returns the step it was made after, 0 without one.
@@ -244,6 +249,8 @@ class _Run:
         """Saves everything that going on needs; the checkpoint before stays until this one is complete."""
         new, old = self.folder / f"{STATE_FOLDER}.new", self.folder / STATE_FOLDER
         self.accelerator.save_state(str(new))
+        # Each process writes the state of its own random numbers
+        self.accelerator.wait_for_everyone()
         if self.accelerator.is_main_process:
             (new / STEP_FILE).write_text(json.dumps({"step": step, "settings": self.settings()}))
             shutil.rmtree(old, ignore_errors=True)

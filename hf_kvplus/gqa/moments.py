@@ -100,10 +100,16 @@ def collect_moments(
         For each layer the moments of "keys" and "values"; empty for a layer without.
 
     Raises:
+        TypeError: If `model` isn't a transformers model.
         ValueError: If a window is too short, or the model has an encoder.
     """
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(f"`model` must be a transformers PreTrainedModel, got {type(model).__name__}")
     if getattr(model.config, "is_encoder_decoder", False):
-        raise ValueError(f"`model` must be a decoder, {type(model).__name__} has an encoder")
+        raise ValueError(
+            f"`model` must be a decoder, {type(model).__name__} has an encoder; use a quantized cache (`int4`), which "
+            "takes both halves"
+        )
     short = [len(window) for window in windows if len(window) <= context_tokens]
     if short or not windows or context_tokens <= num_sink_tokens:
         raise ValueError(

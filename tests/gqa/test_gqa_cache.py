@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 from planted import planted, windows
-from transformers import DynamicCache, LlamaForCausalLM
+from transformers import DynamicCache, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 from typer.testing import CliRunner
 
 from checkpoints import save_tiny_checkpoint, write_words
@@ -369,6 +369,17 @@ def test_calibration_refuses_what_cannot_be(llama, change, message):
     arguments = {"windows": windows(2), "num_key_value_heads": 2, **change}
     with pytest.raises(ValueError, match=message):
         calibrate_gqa(llama, **arguments)
+
+
+def test_what_cannot_be_calibrated_is_refused_by_name():
+    sizes = {"vocab_size": 64, "d_model": 32, "d_ff": 32, "num_layers": 1, "num_heads": 4, "d_kv": 8}
+    model = T5ForConditionalGeneration(T5Config(**sizes))
+    with pytest.raises(
+        ValueError, match="must be a decoder, T5ForConditionalGeneration has an encoder; use a quantized"
+    ):
+        calibrate_gqa(model, windows(2), 1)
+    with pytest.raises(TypeError, match="must be a transformers PreTrainedModel, got Linear"):
+        calibrate_gqa(torch.nn.Linear(2, 2), windows(2), 1)
 
 
 def test_calibration_leaves_the_model_as_it_was(llama):

@@ -72,6 +72,15 @@ def test_a_run_with_other_settings_is_refused(pair, tmp_path):
         heal(student(pair), pair[0], windows(5, 32), Healing(steps=3), tmp_path)
 
 
+def test_a_run_on_another_text_is_refused(pair, tmp_path):
+    heal(student(pair), pair[0], windows(5, 32), Healing(steps=2), tmp_path)
+    with pytest.raises(
+        ValueError, match=r"other settings \(text 5 windows, SHA-256 \w+, now 4 windows, SHA-256 \w+\)"
+    ):
+        heal(student(pair), pair[0], windows(4, 32), Healing(steps=2), tmp_path)
+    heal(student(pair), pair[0], windows(5, 32), Healing(steps=2), tmp_path)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -130,6 +139,27 @@ def test_the_command_converts_heals_and_goes_on(place):
     assert len(curve(out / "healing")) == 4
     assert AutoModelForCausalLM.from_pretrained(out).config.num_key_value_heads == 1
     assert json.loads((out / "kvplus-gqa.json").read_text())["healing"]["steps"] == 4
+
+
+def test_another_conversion_doesnt_go_on_from_the_healing_of_one(place):
+    """Its steps and settings are the same, and its weights would have been those of the first."""
+    common = ["--model", place / "model", "--text", place / "text.txt", "--windows", "2", "--window-tokens", "64"]
+    heals = ["--heal-steps", "1", "--heal-window-tokens", "32", "--heal-windows", "4", "--out", place / "twice"]
+    command = ["convert-gqa", "--num-key-value-heads", "1", *common, *heals]
+    assert invoke(*command, "--method", "mean").exit_code == 0
+    again = invoke(*command, "--method", "svd")
+    assert again.exit_code == 2
+    assert "holds the healing of another conversion in healing/; give another folder" in again.stderr
+    assert json.loads((place / "twice" / "kvplus-gqa.json").read_text())["method"] == "mean"
+
+
+def test_a_text_that_isnt_utf8_is_named(place, tmp_path):
+    (tmp_path / "text.txt").write_bytes(b"w1 w2 \xff" * 500)
+    result = invoke(
+        "calibrate-gqa", "--num-key-value-heads", "1", "--model", place / "model", "--text", tmp_path / "text.txt"
+    )
+    assert result.exit_code == 2
+    assert "text.txt` isn't UTF-8 text: invalid start byte at byte 6" in result.stderr
 
 
 @pytest.mark.parametrize(
