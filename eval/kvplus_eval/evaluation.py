@@ -106,7 +106,8 @@ def run_evaluation(job: Job, console: Console, processes: Processes | None = Non
     if any(outcome.status == "ok" for outcome in outcomes):
         journal = _open_journal(job, processes, console)
         facts = {**facts, "run": journal.run, "date": journal.date}
-        with Bars(console, count_work(job.protocol, job.strategies, processes)) as bars:
+        work = count_work(job.protocol, job.strategies, processes, has_reference=job.reference is not None)
+        with Bars(console, work) as bars:
             store = _reference(job, processes, bars)
             _gate(job, outcomes, store, processes)
             _read_back(job, outcomes, processes, bars)
@@ -170,7 +171,7 @@ def _reference(job: Job, processes: Processes, bars: Bars) -> ReferenceStore:
         return prepare_reference(job, processes, bars)
     own = _open_store(job)
     if processes.is_first:
-        with bars.task("own full cache", len(job.windows[0]), counted=False):
+        with bars.task("own full cache", len(job.windows[0])):
             record_reference(0, job.model, job.windows[0], job.protocol, own)
     processes.gather(None)
     return replace(job.reference.store, own=own)

@@ -2,7 +2,8 @@
 
 python -m kvplus_eval.readme [results.jsonl ...] [README.md]
 
-Without arguments it takes every results file below eval/results/cpu, the one in that folder itself first.
+Without arguments it takes every results file below eval/results/cpu, the one in that folder itself first. Of a file
+the latest run of each model counts; models that were compared with the same one stand in one table.
 """
 
 from __future__ import annotations
@@ -21,22 +22,47 @@ RESULTS, README = Path("eval/results/cpu/results.jsonl"), Path("README.md")
 
 
 def results_section(rows: Sequence[Row]) -> str:
-    """Returns what stands between the markers: what was measured, then a line per strategy.
+    """Returns what stands between the markers: what was measured, then a line per strategy, and model if several.
 
     Raises:
-        ValueError: If no row has figures.
+        ValueError: If no row has figures, or they compare with different models.
     """
     good = [row for row in rows if row["status"] == "ok"]
     if not good:
         raise ValueError("no row has figures; run `kvplus eval` first")
-    model, text, protocol = good[0]["model"], good[0]["text"], good[0]["protocol"]
+    reference, text, protocol = good[0].get("reference_model"), good[0]["text"], good[0]["protocol"]
+    if any(row.get("reference_model") != reference for row in good):
+        raise ValueError("the rows differ in `reference_model`, so they can't be compared; choose rows of one")
+    figures = good[0]["metrics"]
+    # Of the model itself the first row is its full cache
+    full_bytes = figures["cache_bytes"] / figures["share_of_full_cache"] if reference else figures["cache_bytes"]
     head = ("strategy", "stored bits", "packed bits", "cache of full", "KL to full", "perplexity", "same top token")
     caption = (
-        f"{model['name']}, {format_count(protocol['windows'], 'window')} of {protocol['window_tokens']} tokens of "
+        f"{_subject(good[0])}, {format_count(protocol['windows'], 'window')} of {protocol['window_tokens']} tokens of "
         f"{text['name']} (SHA-256 `{text['sha256'][:12]}`), fed in chunks of {protocol['chunk_tokens']}; full cache "
-        f"{format_bytes(good[0]['metrics']['cache_bytes'])}."
+        f"{format_bytes(full_bytes)}."
     )
-    return f"{caption}\n\n{markdown_table(head, [_cells(row) for row in good])}"
+    if not reference:
+        return f"{caption}\n\n{markdown_table(head, [_cells(row) for row in good])}"
+    body = [[row["model"]["name"], *_cells(row), f"{row['metrics']['perplexity']:.2f}"] for row in good]
+    return f"{caption}\n\n{markdown_table(('model', *head, 'perplexity itself'), body)}"
+
+
+def latest_rows(rows: Sequence[Row]) -> list[Row]:
+    """Returns the rows of the latest run, and of other models that were compared with the same one their latest."""
+    last = rows[-1]
+    reference = last.get("reference_model")
+    if not reference:
+        return [row for row in rows if row["run"] == last["run"]]
+    alike = [row for row in rows if row.get("reference_model") == reference]
+    latest = {row["model"]["name"]: row["run"] for row in alike}
+    return [row for row in alike if row["run"] == latest[row["model"]["name"]]]
+
+
+def _subject(row: Row) -> str:
+    """Names whose figures these are, or what they compare with."""
+    reference = row.get("reference_model")
+    return f"Against the full cache of {reference['name']}" if reference else str(row["model"]["name"])
 
 
 def _cells(row: Row) -> list[str]:
@@ -73,7 +99,7 @@ def main(arguments: Sequence[str]) -> None:
     readme = documents[0] if documents else README
     sections = []
     for rows in map(read_rows, files):
-        sections.append(results_section([row for row in rows if row["run"] == rows[-1]["run"]]))
+        sections.append(results_section(latest_rows(rows)))
     section = "\n\n".join(sections)
     readme.write_text(replace_section(readme.read_text(encoding="utf-8"), section), encoding="utf-8")
 

@@ -71,13 +71,24 @@ def list_work(protocol: Protocol, strategies: Sequence[str], layers: int = 0) ->
     ]
 
 
-def count_work(protocol: Protocol, strategies: Sequence[str], processes: Processes) -> int:
-    """Returns the tokens that this process will see fed, so far as bars count them."""
+def count_work(
+    protocol: Protocol, strategies: Sequence[str], processes: Processes, *, has_reference: bool = False
+) -> int:
+    """Returns the tokens that this process will see fed, so far as bars count them.
+
+    Args:
+        protocol: The protocol.
+        strategies: The strategies.
+        processes: This process among its like.
+        has_reference: Whether another model is the reference, so that of the model's own one window is enough.
+    """
     total = 0
     for work in list_work(protocol, strategies):
         if work.name in ("peak memory", "layers alone"):
             continue
-        if work.shared:
+        if work.name == "reference" and has_reference:
+            total += protocol.window_tokens if processes.is_first else 0
+        elif work.shared:
             total += work.tokens // processes.count
         elif processes.is_first:
             total += work.tokens

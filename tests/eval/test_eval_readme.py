@@ -68,6 +68,32 @@ def test_several_models_get_a_table_each(tmp_path):
     assert text.count("| `fp` |") == 2
 
 
+def test_models_that_were_compared_with_the_same_one_share_a_table(tmp_path):
+    results, readme = tmp_path / "results.jsonl", tmp_path / "README.md"
+    original = {"name": "original", "revision": "1"}
+
+    def checkpoint(name, run, change, reference=original):
+        figures = {"perplexity": 33.416, "perplexity_change_percent": change, "cache_bytes": 60 << 20}
+        found = row("dynamic", run, share_of_full_cache=2 / 3, **figures)
+        return {**found, "model": {"name": name}, "reference_model": reference}
+
+    rows = [checkpoint("converted", "a", 99), checkpoint("healed", "b", 42), checkpoint("converted", "c", 116)]
+    rows = [checkpoint("converted", "0", 7, reference=None), *rows]
+    results.write_text("".join(json.dumps(item) + "\n" for item in rows))
+    readme.write_text(f"{BEGIN}\n{END}\n")
+    main([str(results), str(readme)])
+    text = readme.read_text()
+    assert text.splitlines()[1].startswith("Against the full cache of original, 4 windows")
+    assert "full cache 90.0 MiB" in text
+    lines = [line.split(" | ") for line in text.splitlines() if "| `dynamic` |" in line]
+    assert [(cells[0], cells[6], cells[-1]) for cells in lines] == [
+        ("| healed", "+42.00 %", "33.42 |"),
+        ("| converted", "+116.00 %", "33.42 |"),
+    ]
+    with pytest.raises(ValueError, match="differ in `reference_model`"):
+        results_section(rows)
+
+
 def test_a_document_without_markers_and_rows_without_figures_are_refused():
     with pytest.raises(ValueError, match="must hold the markers"):
         replace_section("no markers", "table")
