@@ -28,7 +28,7 @@ POSITIONLESS = {
         "expert_layer_offset": 1, "mamba_d_state": 8, "mamba_d_conv": 4, "mamba_dt_rank": 8,
     },
     "nemotron_h": {
-        "layer_types": ["linear_attention", "full_attention", "mlp", "full_attention"], "mamba_num_heads": 4,
+        "layer_types": ["linear_attention", "full_attention"] * 2, "mamba_num_heads": 4,
         "mamba_head_dim": 16, "n_groups": 1, "ssm_state_size": 8, "chunk_size": 16, "mamba_n_groups": 1,
     },
     "granitemoehybrid": {
@@ -196,7 +196,9 @@ def test_bias_by_slots_refuses_drafts_that_it_would_judge_wrongly():
     cache = build_cache("window:9,sinks=3,positions=shifted,prefill=dense", model.config)
     ids = torch.randint(1, 61, (1, 10)).repeat(1, 3)
     with pytest.raises(RuntimeError, match="distances from slots"):
-        model.generate(ids, past_key_values=cache, max_new_tokens=30, prompt_lookup_num_tokens=4, **GREEDY)
+        model.generate(
+            ids, past_key_values=cache, max_new_tokens=30, prompt_lookup_num_tokens=4, use_cache=True, **GREEDY
+        )
 
 
 @pytest.mark.parametrize(
