@@ -8,6 +8,7 @@ only the new ones are scored. In its purest form (`--single`) each of some token
 Rows are JSON lines of kind `streaming`, with the shared part of `kvplus_eval.results` and
 
     text, skip, tokens, bos   the text; tokens of it left out at the beginning, and taken; whether BOS came first
+    trained_tokens, bytes_per_token  the model's trained length, and what a cache of every token takes
     chunk                     tokens fed at once
     block_losses, first       mean loss in nats of each block of `block_tokens`, of which the first begins at `first`
     cache_bytes, ms_per_token  by the number of tokens held, times as medians over turns
@@ -17,6 +18,7 @@ Rows are JSON lines of kind `streaming`, with the shared part of `kvplus_eval.re
 
     python -m kvplus_eval.streaming --model smollm2-135m --text wiki.txt --out streaming.jsonl
     python -m kvplus_eval.streaming --plot streaming.jsonl --image docs/streaming.png
+    python -m kvplus_eval.streaming --pool pieces.jsonl        several pieces of a text (`--skip`) taken together
 """
 
 from __future__ import annotations
@@ -34,11 +36,11 @@ from typing import Any
 import torch
 from transformers import Cache, PreTrainedModel
 
-from hf_kvplus import build_cache, measure_memory
+from hf_kvplus import build_cache, estimate_memory, measure_memory
 from hf_kvplus.compat import cache_keyword
 from hf_kvplus.loading import load_model
 from kvplus_eval.data import load_text
-from kvplus_eval.results import append_rows, run_facts
+from kvplus_eval.results import append_rows, read_rows, run_facts
 
 Row = dict[str, Any]
 # Tokens whose mean loss is published, and those that a comparison takes for one sample of the text.
@@ -198,6 +200,59 @@ def compare(row: Row, yardstick: Row, boundary: int) -> Iterator[Row]:
         }
 
 
+def pool(rows: Sequence[Row]) -> Iterator[Row]:
+    """Compares strategies with the yardstick over all pieces of a text that rows are of.
+
+    Args:
+        rows: As published; a piece is told by its text, `skip`, `tokens` and `bos`, and its latest rows count.
+
+    Yields:
+        For each strategy a comparison of each piece, as of `compare`, then one over all of them, with the standard
+        error that the spread of the pieces gives beside that of their samples.
+    """
+    pieces: dict[tuple[Any, ...], dict[str, Row]] = {}
+    for row in rows:
+        if row["kind"] == "streaming" and "block_losses" in row:
+            piece = (row["text"]["sha256"], row["bos"], row["tokens"], row["skip"])
+            pieces.setdefault(piece, {})[row["strategy"]] = row
+    for strategy in sorted({name for piece in pieces.values() for name, row in piece.items() if "stride" not in row}):
+        found = []
+        for key in sorted(pieces):
+            yardstick = next((row for row in pieces[key].values() if "stride" in row), None)
+            if yardstick is not None and strategy in pieces[key]:
+                found.append(_shared_samples(pieces[key][strategy], yardstick))
+                yield {"strategy": strategy, "skip": key[-1]} | _difference(*found[-1])
+        if len(found) > 1:
+            whole = _difference(*(torch.cat(samples) for samples in zip(*found, strict=True)))
+            means = [(own - other).mean().item() for own, other in found]
+            by_piece = 100 * statistics.stdev(means) / math.sqrt(len(means))
+            yield {"strategy": strategy, "pieces": len(found)} | whole | {"standard_error_by_piece": by_piece}
+
+
+def _shared_samples(row: Row, yardstick: Row) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the mean losses of the samples of `SAMPLE_TOKENS` that two published rows share."""
+    losses = []
+    for one in (row, yardstick):
+        begins = (one["first"] + one["block_tokens"] * index for index in range(len(one["block_losses"])))
+        losses.append(dict(zip(begins, one["block_losses"], strict=True)))
+    size = SAMPLE_TOKENS // row["block_tokens"]
+    shared = sorted(losses[0].keys() & losses[1].keys())
+    shared = shared[len(shared) % size :]
+    own, other = (torch.tensor([values[begin] for begin in shared], dtype=torch.float64) for values in losses)
+    return own.unflatten(0, (-1, size)).mean(1), other.unflatten(0, (-1, size)).mean(1)
+
+
+def _difference(own: torch.Tensor, other: torch.Tensor) -> Row:
+    """Returns how two lists of samples differ."""
+    return {
+        "tokens": SAMPLE_TOKENS * len(own),
+        "perplexity": own.mean().exp().item(),
+        "yardstick": other.mean().exp().item(),
+        "percent": 100 * torch.expm1((own - other).mean()).item(),
+        "standard_error": 100 * (own - other).std().item() / math.sqrt(len(own)),
+    }
+
+
 def places(row: Row) -> Sequence[int]:
     """Returns the tokens that a row's `losses` are of."""
     return row.get("positions") or range(row["first"], row["first"] + len(row["losses"]))
@@ -257,9 +312,10 @@ def summarize(rows: Sequence[Row], last_tokens: int) -> list[Row]:
 
 
 def plot(rows: Sequence[Row], path: Path, smooth: int = 512) -> None:
-    """Draws perplexity along the text, and the bytes of the cache.
+    """Draws perplexity along the text, and the bytes of the cache beside those of one that keeps every token.
 
     Raises:
+        ValueError: If the rows are of several pieces or texts; one picture shows one.
         ImportError: If matplotlib isn't installed.
     """
     import matplotlib
@@ -267,30 +323,68 @@ def plot(rows: Sequence[Row], path: Path, smooth: int = 512) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, (above, below) = pyplot.subplots(2, 1, sharex=True, figsize=(8, 6), height_ratios=(3, 1))
+    rows = latest_rows(rows)
+    figure, (above, below) = pyplot.subplots(2, 1, sharex=True, figsize=(8, 6), height_ratios=(3, 1.3))
     for row in rows:
-        if "positions" in row:
-            continue
         blocks = smooth // row["block_tokens"]
         losses = torch.tensor(row["block_losses"])
         losses = losses[len(losses) % blocks :]
         means = losses.unflatten(0, (-1, blocks)).mean(1)
         end = row["first"] + row["block_tokens"] * len(row["block_losses"])
         ends = end - smooth * torch.arange(len(means) - 1, -1, -1)
-        recomputed = not row.get("cache_bytes")
-        (line,) = above.plot(ends, means.exp(), "k:" if recomputed else "-", label=row["strategy"])
+        recomputed = "stride" in row
+        (line,) = above.plot(
+            ends, means.exp(), "k:" if recomputed else "-", label=_meaning(row), zorder=2 + recomputed
+        )
         if not recomputed:
             sizes = {int(place): size / 2**20 for place, size in row["cache_bytes"].items()}
             below.plot(list(sizes), list(sizes.values()), marker=".", color=line.get_color())
     above.set(ylabel=f"perplexity, {smooth} tokens at a time", yscale="log")
+    tokens, trained = rows[0]["tokens"], rows[0].get("trained_tokens")
+    if trained and trained < tokens:
+        for axes in (above, below):
+            axes.axvline(trained, color="gray", linestyle="--", linewidth=1)
+        above.annotate("trained length", (trained, 0.02), xycoords=("data", "axes fraction"), color="gray",
+                       xytext=(4, 0), textcoords="offset points")  # fmt: skip
+    if "bytes_per_token" in rows[0]:
+        full = rows[0]["bytes_per_token"] * tokens / 2**20
+        below.plot([0, tokens], [0, full], "--", color="gray", label="a cache of every token")
+        below.legend(fontsize="small")
+    above.set_title(f"{rows[0]['model']['name']}: {tokens:,} tokens of {rows[0]['text']['name']}", fontsize="medium")
     above.legend(fontsize="small")
-    below.margins(y=0.3)
-    below.set(ylabel="cache, MiB", xlabel="tokens")
+    below.set(ylabel="cache, MiB", xlabel="tokens read")
     below.set_ylim(bottom=0)
     for axes in (above, below):
         axes.grid(alpha=0.3)
     figure.tight_layout()
     figure.savefig(path, dpi=110)
+
+
+def latest_rows(rows: Sequence[Row]) -> list[Row]:
+    """Returns the latest row of each strategy that can be drawn, the first strategy that was measured first.
+
+    Raises:
+        ValueError: If they are of several pieces or texts.
+    """
+    rows = [row for row in rows if row["kind"] == "streaming" and "block_losses" in row]
+    found = {(row["text"]["sha256"], row["skip"], row["tokens"], row["bos"]) for row in rows}
+    if len(found) != 1:
+        raise ValueError(
+            f"`--plot` needs a file with rows of one piece of one text, got {len(found)}; draw them from files of "
+            "their own"
+        )
+    return list({row["strategy"]: row for row in rows}.values())
+
+
+def _meaning(row: Row) -> str:
+    """Returns a row's strategy and what it stands for."""
+    name = row["strategy"]
+    if "stride" in row:
+        return f"{name}: the latest tokens read anew, without cache"
+    if "sinks=0" in name:
+        return f"{name}: no sinks"
+    place = "moved up to the window" if "positions=shifted" in name else "left where they were"
+    return f"{name}: sinks {place}"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -313,10 +407,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--against", help="only print the KL divergence from this strategy")
     parser.add_argument("--out", type=Path, help="JSON lines, appended")
     parser.add_argument("--plot", type=Path, help="draw this file instead of measuring")
+    parser.add_argument("--pool", type=Path, help="compare all pieces in this file instead of measuring")
     parser.add_argument("--image", type=Path, default=Path("streaming.png"))
     options = parser.parse_args(arguments)
     if options.plot:
-        plot([json.loads(line) for line in options.plot.read_text().splitlines()], options.image)
+        plot(read_rows(options.plot), options.image)
+        return
+    if options.pool:
+        for comparison in pool(read_rows(options.pool)):
+            print(json.dumps(comparison))
         return
     if options.recompute and options.stride >= options.window:
         raise ValueError(f"`--stride` must be less than `--window` {options.window}, got {options.stride}")
@@ -338,8 +437,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "skip": options.skip,
         "tokens": options.tokens,
         "bos": bool(options.lead),
+        "trained_tokens": model.config.get_text_config(decoder=True).max_position_embeddings,
+        "bytes_per_token": estimate_memory(model.config, 1, dtype=model.dtype).bytes_per_token,
     }
-    boundary = model.config.get_text_config(decoder=True).max_position_embeddings
     rows: list[Row] = []
     with torch.inference_mode():
         for strategy in options.strategies if options.against else ():
@@ -352,7 +452,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print(json.dumps(summarize([row], options.last)[0]), flush=True)
     for yardstick in (row for row in rows if "stride" in row):
         for row in (row for row in rows if "stride" not in row):
-            for comparison in compare(row, yardstick, boundary):
+            for comparison in compare(row, yardstick, facts["trained_tokens"]):
                 print(json.dumps(comparison), flush=True)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoConfig
 from window_oracle import oracle_logits
 
 from checkpoints import one_thread, save_tiny_checkpoint, write_words
@@ -81,6 +82,60 @@ def test_a_comparison_splits_at_the_trained_length():
     assert after["percent"] == pytest.approx(100 * (math.exp(-0.5) - 1))
 
 
+def piece(skip: int, gap: float, first: int = 1, **row):
+    """Returns published rows of a piece: one that is `gap` nats behind its yardstick from token 513 on."""
+    losses = [2.0 + 0.1 * (index % 3) for index in range(16)]
+    shared = {
+        "kind": "streaming",
+        "text": {"sha256": "a", "name": "t"},
+        "bos": False,
+        "tokens": 1024,
+        "skip": skip,
+        **row,
+    }
+    behind = {
+        "strategy": "window:9",
+        "first": first,
+        "block_tokens": 64,
+        "block_losses": [loss + gap for loss in losses],
+    }
+    anew = {
+        "strategy": "recompute:9",
+        "stride": 8,
+        "first": first + 512,
+        "block_tokens": 64,
+        "block_losses": losses[8:],
+    }
+    return [shared | behind, shared | anew]
+
+
+def test_pieces_of_a_text_are_taken_together():
+    rows = [
+        *piece(0, 0.01),
+        *piece(1024, 0.03),
+        *piece(1024, 0.02),
+    ]  # a piece measured again takes the place of itself
+    first, second, whole = streaming.pool(rows)
+    assert [row["skip"] for row in (first, second)] == [0, 1024]
+    for row, gap in ((first, 0.01), (second, 0.02), (whole, 0.015)):
+        assert row["percent"] == pytest.approx(100 * math.expm1(gap))
+    assert (first["tokens"], whole["tokens"], whole["pieces"]) == (512, 1024, 2)
+    assert first["standard_error"] == pytest.approx(0, abs=1e-9)
+    assert whole["standard_error"] == pytest.approx(
+        100 * torch.tensor([0.01, 0.02] * 4).std().item() / 8**0.5, rel=1e-6
+    )
+    assert whole["standard_error_by_piece"] == pytest.approx(0.5)
+    assert not list(streaming.pool(piece(0, 0.01)[:1]))
+
+
+def test_a_picture_is_of_one_piece_with_the_latest_row_of_each_strategy():
+    rows = streaming.latest_rows([*piece(0, 0.01), {"kind": "eval"}, *piece(0, 0.02)])
+    assert [row["strategy"] for row in rows] == ["window:9", "recompute:9"]
+    assert rows[0]["block_losses"][0] == 2.02
+    with pytest.raises(ValueError, match="rows of one piece"):
+        streaming.latest_rows([*piece(0, 0.01), *piece(1024, 0.01)])
+
+
 @torch.inference_mode()
 def test_a_cache_diverges_from_another_but_not_from_itself(model):
     ids = torch.randint(1, 128, (300,))
@@ -124,6 +179,13 @@ def test_the_command_writes_rows_and_draws_them(checkpoint, tmp_path, capsys):
     pytest.importorskip("matplotlib")
     streaming.main(["--plot", rows, "--image", image])
     assert Path(image).read_bytes().startswith(b"\x89PNG")
+    config = AutoConfig.from_pretrained(checkpoint)
+    assert published[0]["trained_tokens"] == config.max_position_embeddings
+    states = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+    assert published[0]["bytes_per_token"] == 4 * states
+    streaming.main(["--pool", rows])
+    pooled = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [row["strategy"] for row in pooled] == ["window:28,sinks=4", "window:32,sinks=0"]
     with pytest.raises(ValueError, match="`--stride` must be less"):
         streaming.main([*shared, "--recompute", "--window", "32", "--stride", "32"])
     with pytest.raises(ValueError, match="has .* tokens"):
