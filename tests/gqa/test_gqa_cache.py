@@ -168,6 +168,24 @@ def test_it_joins_other_strategies(llama, path, parts):
     assert any(isinstance(codec, LatentCodec) for codec in cache.layers[0].codecs.values())
 
 
+@pytest.mark.parametrize("parts", ["", "+int4", "+int4+window:150,sinks=4"])
+@pytest.mark.parametrize("tier", ["offload:cpu", "offload:disk,dir={}"])
+@pytest.mark.parametrize("fused", [False, True], ids=["decoded", "fused"])
+def test_offloaded_latents_answer_as_those_in_memory_do(llama, path, parts, tier, fused, tmp_path):
+    ids, found = text(tokens=420), []
+    for offload in ("", f"+{tier.format(tmp_path)}"):
+        cache = build_cache(f"gqa:2,projection={path}{parts}{offload}", llama.config)
+        use_fused_attention(llama, fused)
+        with torch.no_grad():
+            for part in ids.split([400, 1, 19], 1):
+                output = llama(part, **{cache_keyword(llama): cache}).logits
+        found.append(output)
+    use_fused_attention(llama, enabled=False)
+    assert cache.layers[0].packed_blocks > 0
+    assert cache.layers[0].shelf is not None
+    torch.testing.assert_close(found[1], found[0], atol=1e-5, rtol=0)
+
+
 @pytest.mark.parametrize("parts", ["", "+int4,recent=16", "+k16v4", "+window:120,sinks=4"])
 def test_bytes_are_told_beforehand(llama, path, parts):
     """Those of the matrices apart: all caches of a model share them."""
