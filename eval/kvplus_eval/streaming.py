@@ -220,7 +220,10 @@ def pool(rows: Sequence[Row]) -> Iterator[Row]:
         for key in sorted(pieces):
             yardstick = next((row for row in pieces[key].values() if "stride" in row), None)
             if yardstick is not None and strategy in pieces[key]:
-                found.append(_shared_samples(pieces[key][strategy], yardstick))
+                samples = _shared_samples(pieces[key][strategy], yardstick)
+                if not len(samples[0]):
+                    continue
+                found.append(samples)
                 yield {"strategy": strategy, "skip": key[-1]} | _difference(*found[-1])
         if len(found) > 1:
             whole = _difference(*(torch.cat(samples) for samples in zip(*found, strict=True)))
@@ -249,7 +252,7 @@ def _difference(own: torch.Tensor, other: torch.Tensor) -> Row:
         "perplexity": own.mean().exp().item(),
         "yardstick": other.mean().exp().item(),
         "percent": 100 * torch.expm1((own - other).mean()).item(),
-        "standard_error": 100 * (own - other).std().item() / math.sqrt(len(own)),
+        "standard_error": 100 * (own - other).std().item() / math.sqrt(len(own)) if len(own) > 1 else None,
     }
 
 
@@ -321,7 +324,7 @@ def plot(rows: Sequence[Row], path: Path, smooth: int = 512) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib import pyplot, ticker
 
     rows = latest_rows(rows)
     figure, (above, below) = pyplot.subplots(2, 1, sharex=True, figsize=(8, 6), height_ratios=(3, 1.3))
@@ -340,6 +343,9 @@ def plot(rows: Sequence[Row], path: Path, smooth: int = 512) -> None:
             sizes = {int(place): size / 2**20 for place, size in row["cache_bytes"].items()}
             below.plot(list(sizes), list(sizes.values()), marker=".", color=line.get_color())
     above.set(ylabel=f"perplexity, {smooth} tokens at a time", yscale="log")
+    above.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+    above.yaxis.set_major_formatter(ticker.StrMethodFormatter("{x:g}"))
+    above.yaxis.set_minor_formatter(ticker.NullFormatter())
     tokens, trained = rows[0]["tokens"], rows[0].get("trained_tokens")
     if trained and trained < tokens:
         for axes in (above, below):
@@ -414,7 +420,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         plot(read_rows(options.plot), options.image)
         return
     if options.pool:
-        for comparison in pool(read_rows(options.pool)):
+        comparisons = list(pool(read_rows(options.pool)))
+        if not comparisons:
+            raise ValueError(
+                f"`--pool` needs rows of a strategy and of its yardstick (`--recompute`) that share {SAMPLE_TOKENS} "
+                f"tokens, found none in {options.pool}"
+            )
+        for comparison in comparisons:
             print(json.dumps(comparison))
         return
     if options.recompute and options.stride >= options.window:
