@@ -32,6 +32,8 @@ def projection_file(architecture: str) -> Path:
     for states in profile_model(zoo.model(architecture).config).layers:
         layer = {}
         for name in ("keys", "values"):
+            if getattr(states, name) is None:  # a recurrence, or states of another layer
+                continue
             heads, channels = getattr(states, name).shape
             width = heads * channels
             rotation = torch.linalg.qr(torch.randn(width, width, generator=generator, dtype=torch.float64))[0]
