@@ -1,4 +1,4 @@
-"""Latent heads where layers aren't alike: windows, shared layers, two head sizes, recurrences, compressed attention."""
+"""Latent heads where layers differ: windows, shared layers, two head sizes, recurrences, compressed attention."""
 
 from __future__ import annotations
 
