@@ -37,10 +37,13 @@ def decode_peaks(
     jobs = {name: replace(job, strategy=name) for name in names}
     asked = {"context_tokens": context, "decoded_tokens": decoded, "fused": fused, "computed": computed}
     found: list[Row] = [{**facts, "strategy": name, "status": "ok", "bench": dict(asked)} for name in names]
-    told = watch_rows(found, jobs)
-    done = [row for row in found if "decode_peak_bytes" in row["bench"]]
-    if rows is not None:
-        append_rows(rows, done)
+    told, done = [], []
+    for row in found:
+        told += watch_rows([row], jobs)
+        if "decode_peak_bytes" in row["bench"]:
+            done.append(row)
+            if rows is not None:
+                append_rows(rows, [row])
     console = make_console()
     console.print(peak_table(found))
     for line in told:
