@@ -37,7 +37,6 @@ from hf_kvplus.attention.triton import (
     rotation_of,
 )
 from hf_kvplus.layer import KVLayer
-from hf_kvplus.policies import SinkWindowPolicy
 
 MOST_LATENTS = 1024
 # Columns of an output that one program adds up.
@@ -239,8 +238,6 @@ def unread(layer: KVLayer) -> str | None:
             return f"the Triton kernel doesn't read {name} in {codec.describe()}"
     if layer.block_tokens > MOST_BLOCK_TOKENS:
         return f"the Triton kernel takes blocks of up to {MOST_BLOCK_TOKENS} tokens, got {layer.block_tokens}"
-    if isinstance(layer.policy, SinkWindowPolicy):
-        return "the Triton kernel doesn't read windows with sinks"
     return None
 
 

@@ -11,7 +11,7 @@ from hf_kvplus.attention import triton_latents
 from hf_kvplus.attention.base import Scoring
 from hf_kvplus.attention.reference import ReferenceKernel
 from hf_kvplus.attention.triton import Launch, TritonKernel
-from hf_kvplus.policies import NativeWindowPolicy, SinkWindowPolicy
+from hf_kvplus.policies import NativeWindowPolicy
 
 
 @pytest.fixture(autouse=True)
@@ -99,6 +99,13 @@ def test_a_window(kernel):
     check(kernel, layer, torch.randn(1, 9, 4, 64), visible=visible)
 
 
+def test_slots_before_a_window(kernel):
+    layer = make_latent_layer(150, padding=(3, 64))
+    layer.lead = {name: torch.randn(2, 3, 70, 64) for name in ("keys", "values")}
+    mask = torch.rand(2, 1, 3, 70 + 150 - 90) < 0.4
+    check(kernel, layer, torch.randn(2, 9, 3, 64), mask=mask, visible=90, scoring=Scoring(0.125, softcap=50.0))
+
+
 @pytest.mark.parametrize("length", [5, 111])
 def test_soft_capping_and_sink_logits(kernel, length):
     layer, query = make_latent_layer(length), torch.randn(1, 9, 1, 64)
@@ -120,9 +127,8 @@ def test_results_dont_depend_on_the_division():
         ({"latents": (1040, 128), "kv_heads": 9, "head_dim": 128}, "1024 latents, got 128 and 1040"),
         ({"recipe": "float8", "key_nbits": 8, "value_nbits": 8}, "doesn't read keys in 128 latents"),
         ({"group_size": 136}, "up to 128 tokens"),
-        ({"policy": SinkWindowPolicy(100, 4)}, "windows with sinks"),
     ],
-    ids=["latents", "codec", "block", "window"],
+    ids=["latents", "codec", "block"],
 )
 def test_what_isnt_compiled_is_said_and_read_by_products(kernel, options, reason, monkeypatch):
     said = []
