@@ -5,10 +5,14 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+from test_eval_resume import environment
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
@@ -198,6 +202,44 @@ def test_a_cache_that_moves_nothing_is_refused_against_another_model_too(place, 
     assert result.exit_code == 1
     good, refused = read_rows(tmp_path / "results.jsonl")
     assert (good["status"], refused["status"]) == ("ok", "refused")
+
+
+def test_two_processes_find_what_one_finds(place, finished, tmp_path):
+    pytest.importorskip("accelerate")
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    launch = [
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        "--cpu",
+        "--num_processes",
+        "2",
+        "--num_machines",
+        "1",
+    ]
+    launch += [
+        "--mixed_precision",
+        "no",
+        "--dynamo_backend",
+        "no",
+        "--main_process_port",
+        str(port),
+        "-m",
+        "kvplus_eval",
+    ]
+    options = ["--model", str(place / "converted"), "--reference-model", str(place / "original"), "--device", "cpu"]
+    options += ["--text", str(place / "text.txt"), "--out", str(tmp_path), *QUICK, "--strategies", "dynamic,int4"]
+    done = subprocess.run(
+        [*launch, "eval", *options], capture_output=True, text=True, env=environment(), timeout=400, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    for row, alone in zip(read_rows(tmp_path / "results.jsonl"), (finished[2][0], finished[2][2]), strict=True):
+        assert row["device"]["processes"] == 2
+        assert row["reference_model"] == alone["reference_model"]
+        for figure in ("kl_mean_nats", "perplexity", "perplexity_change_percent", "top1_agreement", "cache_bytes"):
+            assert row["metrics"][figure] == pytest.approx(alone["metrics"][figure], rel=1e-6)
 
 
 def test_a_plan_counts_the_reference_models_own_cost(place, tmp_path):
