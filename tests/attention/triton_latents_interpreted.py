@@ -7,7 +7,7 @@ import torch
 from latent_layers import check, make_latent_layer
 from layers import padding_mask
 
-from hf_kvplus.attention import triton_latents
+from hf_kvplus.attention import latents, triton_latents
 from hf_kvplus.attention.base import Scoring
 from hf_kvplus.attention.reference import ReferenceKernel
 from hf_kvplus.attention.triton import Launch, TritonKernel
@@ -112,6 +112,16 @@ def test_soft_capping_and_sink_logits(kernel, length):
     check(kernel, layer, query, scoring=Scoring(0.3, softcap=3.0))
     check(kernel, layer, query, scoring=Scoring(0.3, sink_logits=torch.randn(9)))
     check(kernel, layer, query, scoring=Scoring(0.3, 20.0, torch.randn(9)))
+
+
+def test_soft_capping_with_a_mean_of_the_keys_is_said_and_left_to_the_reference(kernel, monkeypatch):
+    said = []
+    monkeypatch.setattr(latents, "say", said.append)
+    layer, query, scoring = make_latent_layer(90, means=(True, True)), torch.randn(1, 9, 1, 64), Scoring(0.3, 3.0)
+    expected = ReferenceKernel().attend(layer, query, scoring, None, 0)
+    torch.testing.assert_close(kernel.attend(layer, query, scoring, None, 0), expected)
+    assert len(said) == 1
+    assert "soft-capped" in said[0]
 
 
 def test_results_dont_depend_on_the_division():
