@@ -255,6 +255,8 @@ class KVPlusCache(Cache):
             ValueError: If positive.
             RuntimeError: If a layer no longer has what it would have to go back to.
         """
+        # Before transformers 5.18 assisted decoding counts in tensors, which lengths and masks would take over.
+        tokens_to_remove = int(tokens_to_remove)
         for layer in self.layers:
             if isinstance(layer, (KVLayer, RecurrentLayer)):
                 layer.check_crop(tokens_to_remove)

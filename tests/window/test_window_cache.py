@@ -140,6 +140,16 @@ def test_recorded_tokens_can_be_cropped_at_any_time(strategy):
         layer.crop(-50)
 
 
+def test_tokens_taken_back_by_a_tensor_leave_lengths_that_are_numbers():
+    """As assisted decoding counts them before transformers 5.18."""
+    cache = build_cache("window:9,sinks=4,prefill=dense,rollback=5", tiny_llama().config)
+    for layer in range(len(cache.layers)):
+        cache.update(*torch.randn(2, 1, 2, 30, 16).unbind(0), layer)
+    cache.crop(-torch.tensor(3))
+    assert cache.get_seq_length() == 27
+    assert type(cache.get_seq_length()) is int
+
+
 def test_a_window_that_recorded_nothing_refuses_to_go_back():
     layer = fed("window:9,sinks=4", 60)
     with pytest.raises(RuntimeError, match="activate_past_recording"):
