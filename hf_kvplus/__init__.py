@@ -8,7 +8,7 @@ from hf_kvplus import compat as _compat  # noqa: F401, before all else: it check
 # isort: split
 from hf_kvplus.attention import use_fused_attention
 from hf_kvplus.cachefile import CacheFileError
-from hf_kvplus.caches import KVPlusCache, QuantizedCache, SlidingWindowCache
+from hf_kvplus.caches import KVPlusCache
 from hf_kvplus.encoder_decoder import KVPlusEncoderDecoderCache
 from hf_kvplus.estimate import MemoryEstimate, estimate_memory
 from hf_kvplus.fingerprint import ModelFingerprint, fingerprint_model
@@ -19,6 +19,7 @@ from hf_kvplus.gqa_cache import GQACache
 from hf_kvplus.live import MemoryRecorder
 from hf_kvplus.memory import MemoryBreakdown, measure_memory
 from hf_kvplus.offloaded import OffloadedCache
+from hf_kvplus.presets import QuantizedCache, SlidingWindowCache
 from hf_kvplus.recipes import Quantization
 from hf_kvplus.recommend import Recommendation, recommend
 from hf_kvplus.reuse import PrefixCache, ReusedPrefix, reuse_prefix

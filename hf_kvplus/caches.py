@@ -1,62 +1,34 @@
-"""The composed cache and its presets, for `model.generate(..., past_key_values=cache)`."""
+"""The composed cache, for `model.generate(..., past_key_values=cache)`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 import torch
 from transformers import PretrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionCacheLayerMixin
 
-from hf_kvplus.codecs import Codec
-from hf_kvplus.compat import DYNAMIC_LAYER_TYPE_MAPPING, layer_configs, layer_types_and_options
+from hf_kvplus.compat import layer_types_and_options
+from hf_kvplus.configs import config_head_dims, text_config
 from hf_kvplus.fingerprint import config_fields
 from hf_kvplus.gqa.projection import DEFAULT_RECENT_TOKENS, DEFAULT_SINK_TOKENS, GQA
-from hf_kvplus.hybrid import HybridKVLayer, RecurrentLayer
+from hf_kvplus.hybrid import RecurrentLayer
 from hf_kvplus.layer import KVLayer
-from hf_kvplus.layer_plan import LayerPlan, load_plan
+from hf_kvplus.layer_build import Packing, build_layer, window_layers
+from hf_kvplus.layer_plan import LayerPlan
 from hf_kvplus.offload_index import IndexWriter
-from hf_kvplus.policies import FullPolicy, NativeWindowPolicy, Policy, SinkWindowPolicy
-from hf_kvplus.positions import check_window, distances_by_slots, sink_rotations
+from hf_kvplus.policies import SinkWindowPolicy
 from hf_kvplus.recipes import Quantization
 from hf_kvplus.stores.hostmemory import DensePool
 from hf_kvplus.stores.space import MEMORY, Offload, Shelf, Shelves, Space
 from hf_kvplus.window_layer import SinkWindowLayer
-from hf_kvplus.window_masks import Uncomparable, WindowMasks
+from hf_kvplus.window_masks import Uncomparable
 
-# Layer types whose keys and values are stored here; a chunk (Llama 4) is a window to a cache, only its mask differs.
-WINDOWED = ("sliding_attention", "chunked_attention", "hybrid_sliding")
-HYBRID = ("hybrid", "hybrid_sliding")
-# Layer types that store nothing: those that read another layer's states, and blocks without attention.
-STATELESS = ("dummy",)
-# Layer types whose state has a fixed size.
-RECURRENT = ("linear_attention", "conv", "mamba")
-HANDLED_LAYER_TYPES = ("full_attention", *HYBRID, *WINDOWED)
 # A window that recent tokens fill has nothing to offload.
 SMALL_WINDOW_TOKENS = 128
-
-
-@dataclass(frozen=True)
-class Packing:
-    """How one layer packs blocks.
-
-    Args:
-        codecs: Key codec and value codec.
-        residual_length: Most recent tokens that stay as they are.
-        num_sink_tokens: First tokens of each row that do.
-    """
-
-    codecs: tuple[Codec, ...]
-    residual_length: int
-    num_sink_tokens: int
-
-    @property
-    def block_tokens(self) -> int:
-        """Tokens in a block."""
-        return self.codecs[0].block_tokens
 
 
 class KVPlusCache(Cache):
@@ -109,11 +81,13 @@ class KVPlusCache(Cache):
         if cross_attention:
             layer_types, layer_options = ["full_attention"] * len(layer_types), [{}] * len(layer_types)
         for index, (layer_type, options) in enumerate(zip(layer_types, layer_options, strict=True)):
-            layer, note = self._build_layer(index, layer_type, options)
+            layer, note = build_layer(layer_type, options, partial(self._packing, index))
             layers.append(layer)
             self.plan.append(f"layer {index} ({layer_type}): {note}")
         if window:
-            self._put_windows(layers, layer_types, decoder_config)
+            for index, layer in window_layers(window, layer_types, decoder_config, self._packing).items():
+                layers[index] = layer
+                self.plan[index] = f"layer {index} ({layer_types[index]}): {layer.describe()}"
         self.offload_options: Offload | None = None
         self.space: Space | None = None
         if offload is not None:
@@ -160,65 +134,6 @@ class KVPlusCache(Cache):
         if self.projection is not None:
             codecs = self.projection.codecs(index, codecs)
         return Packing(codecs, recent, sinks) if codecs else None
-
-    def _build_layer(self, index: int, layer_type: str, options: dict[str, Any]) -> tuple[Any, str]:
-        """Returns one layer and what it does."""
-        if layer_type in RECURRENT:
-            layer = RecurrentLayer(**options)
-            return layer, layer.describe()
-        if layer_type not in HANDLED_LAYER_TYPES:
-            return _transformers_layer(layer_type, options)
-        policy: Policy = FullPolicy()
-        packing, window = self._packing(index), ""
-        if layer_type in WINDOWED:
-            policy = NativeWindowPolicy(options["sliding_window"])
-            window = f", the model's own window of {policy.sliding_window} tokens"
-            if packing and policy.sliding_window <= packing.residual_length + packing.block_tokens:
-                packing, window = None, f"{window}, which recent tokens fill"
-        codecs: tuple[Codec, ...] = ()
-        arguments: dict[str, Any] = {"policy": policy}
-        if packing is not None:
-            codecs = packing.codecs
-            arguments["residual_length"] = packing.residual_length
-            arguments["num_sink_tokens"] = 0 if policy.is_sliding else packing.num_sink_tokens
-        if layer_type in HYBRID:
-            layer = HybridKVLayer(*codecs, number_of_states=options["number_of_states"], **arguments)
-        else:
-            layer = KVLayer(*codecs, **arguments)
-        return layer, layer.describe() + window
-
-    def _put_windows(self, layers: list[Any], layer_types: list[str], config: PretrainedConfig) -> None:
-        """Replaces the layers with full attention by layers with sinks and a window.
-
-        Raises:
-            ValueError: If the model has none, some of another kind that grows, or can't be windowed.
-        """
-        growing = {kind for kind in layer_types if kind not in ("full_attention", *STATELESS, *WINDOWED, *RECURRENT)}
-        if growing or "full_attention" not in layer_types:
-            kinds = f"layers of type {', '.join(sorted(growing))}, which would keep growing"
-            raise ValueError(
-                "`window` is for layers with full attention, but this model has "
-                f"{kinds if growing else 'a window of its own in every layer'}; leave it out"
-            )
-        policy = self.window
-        check_window(config, policy)
-        held = policy.sliding_window + policy.rollback_tokens
-        rotations = sink_rotations(config) if policy.positions == "shifted" else [None] * len(layers)
-        masks = WindowMasks(by_slots=distances_by_slots(config))
-        for index, layer_type in enumerate(layer_types):
-            if layer_type == "full_attention":
-                packing = self._packing(index)
-                if packing and held <= packing.residual_length + packing.block_tokens:
-                    packing = None
-                layers[index] = SinkWindowLayer(
-                    *(packing.codecs if packing else ()),
-                    policy=policy,
-                    masks=masks,
-                    rotation=rotations[index],
-                    residual_length=packing.residual_length if packing else 0,
-                    num_sink_tokens=packing.num_sink_tokens if packing else 0,
-                )
-                self.plan[index] = f"layer {index} ({layer_type}): {layers[index].describe()}"
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
         """Returns the column of the next query, for masks."""
@@ -344,100 +259,6 @@ class KVPlusCache(Cache):
         return self
 
 
-class QuantizedCache(KVPlusCache):
-    """Keys and values in 2 to 8 bits; sinks and the most recent tokens at full precision.
-
-    Source: KIVI: A Tuning-Free Asymmetric 2bit Quantization for KV Cache, https://arxiv.org/abs/2402.02750, for the
-    axes; differs in that blocks are append-only, the prompt's tail and the sinks stay at full precision and any head
-    size, prompt length and batch fits.
-
-    Args:
-        config: The model's configuration.
-        nbits: Bits per code for keys and values: 2, 3, 4, 5, 6 or 8.
-        key_nbits: Bits of keys, if they differ; 16 leaves them unquantized.
-        value_nbits: Bits of values, if they differ.
-        group_size: Elements that share a scale; `None` takes what the recipe measured best with, see `Quantization`.
-        residual_length: Most recent tokens that always stay at full precision; `None` takes 64, and 128 at 2 bits.
-        num_sink_tokens: First tokens of each row that always stay at full precision; `None` takes 4, and 8 at 2 bits.
-        recipe: How states are encoded; `"auto"` takes the best one measured for the width.
-        layer_plan: A plan by `kvplus plan` (its file, dictionary or `LayerPlan`), which takes the place of all other
-            options.
-
-    Raises:
-        TypeError: If `config` isn't a transformers configuration.
-        ValueError: If an option is out of range or doesn't fit the model, or the plan was made for another one.
-
-    Example:
-        >>> cache = QuantizedCache(model.config, nbits=4)
-        >>> model.generate(**inputs, past_key_values=cache, max_new_tokens=100)
-    """
-
-    def __init__(
-        self,
-        config: PretrainedConfig,
-        nbits: int = 4,
-        key_nbits: int | None = None,
-        value_nbits: int | None = None,
-        group_size: int | None = None,
-        residual_length: int | None = None,
-        num_sink_tokens: int | None = None,
-        recipe: str = "auto",
-        layer_plan: LayerPlan | Mapping[str, Any] | str | Path | None = None,
-    ) -> None:
-        if layer_plan is not None:
-            super().__init__(config, quantization=load_plan(layer_plan))
-            return
-        quantization = Quantization(
-            key_nbits=nbits if key_nbits is None else key_nbits,
-            value_nbits=nbits if value_nbits is None else value_nbits,
-            group_size=group_size,
-            residual_length=residual_length,
-            num_sink_tokens=num_sink_tokens,
-            recipe=recipe,
-        )
-        super().__init__(config, quantization=quantization)
-
-
-class SlidingWindowCache(KVPlusCache):
-    """Sinks and a window: constant memory, however long the text; each query sees both and nothing else.
-
-    Source: Efficient Streaming Language Models with Attention Sinks, https://arxiv.org/abs/2309.17453; differs in that
-    sinks are moved along RoPE instead of the window, that rows have their own sinks, and that a prompt may come in any
-    chunks. Layers that have a window of their own (Gemma, Mistral, gpt-oss) keep it.
-
-    Args:
-        config: The model's configuration.
-        sliding_window: Latest tokens that a query sees, itself included.
-        num_sink_tokens: First real tokens of each row that stay visible.
-        positions: `"original"`, or `"shifted"` for text beyond the length that the model was trained for.
-        nbits: Bits per code of the window's packed part: 2, 3, 4, 5, 6, 8, or 16 for none.
-        prefill: `"windowed"` or `"dense"`; see `SinkWindowPolicy`.
-        rollback_tokens: Tokens that can be cropped at any time without `activate_past_recording`.
-
-    Raises:
-        TypeError: If `config` isn't a transformers configuration.
-        ValueError: If an option is out of range, or doesn't fit the model.
-
-    Example:
-        >>> cache = SlidingWindowCache(model.config, sliding_window=1020, positions="shifted")
-        >>> model.generate(**inputs, past_key_values=cache, max_new_tokens=20_000)
-    """
-
-    def __init__(
-        self,
-        config: PretrainedConfig,
-        sliding_window: int,
-        num_sink_tokens: int = 4,
-        positions: str = "original",
-        nbits: int = 16,
-        prefill: str = "windowed",
-        rollback_tokens: int = 0,
-    ) -> None:
-        window = SinkWindowPolicy(sliding_window, num_sink_tokens, positions, prefill, rollback_tokens)
-        quantization = Quantization(nbits, nbits, num_sink_tokens=num_sink_tokens)
-        super().__init__(config, quantization=quantization, window=window)
-
-
 def _checked_quantization(
     given: Quantization | LayerPlan | Sequence[Quantization | None] | None, config: PretrainedConfig
 ) -> Quantization | tuple[Quantization | None, ...] | None:
@@ -460,58 +281,6 @@ def _share_dense(layers: list[Any]) -> None:
     pool = DensePool()
     for layer in decoding:
         layer.dense_pool, layer.is_last = pool, layer is decoding[-1]
-
-
-def text_config(config: PretrainedConfig) -> PretrainedConfig:
-    """Returns the part of a configuration that describes the text decoder.
-
-    Raises:
-        TypeError: If `config` isn't a transformers configuration.
-        ValueError: If it names no decoder layers.
-    """
-    if not isinstance(config, PretrainedConfig):
-        raise TypeError(
-            f"`config` must be a transformers configuration, got {type(config).__name__}; pass `model.config`"
-        )
-    decoder_config = config.get_text_config(decoder=True)
-    if not getattr(decoder_config, "num_hidden_layers", None):
-        raise ValueError(
-            f"`config` must name the decoder's layers, but {type(config).__name__} has no `num_hidden_layers`; pass "
-            "the configuration of a model that generates text"
-        )
-    return decoder_config
-
-
-def _transformers_layer(layer_type: str, options: dict[str, Any]) -> tuple[Any, str]:
-    """Returns the layer that transformers itself uses for `layer_type`, and what it does.
-
-    Raises:
-        ValueError: If transformers has none, or loads it together with the model only.
-    """
-    if layer_type not in DYNAMIC_LAYER_TYPE_MAPPING:
-        raise ValueError(
-            f"`config` has layers of type {layer_type!r}, for which transformers has no cache yet; load the model "
-            "before its cache is made"
-        )
-    layer = DYNAMIC_LAYER_TYPE_MAPPING[layer_type](**options)
-    return layer, f"kept by transformers' {type(layer).__name__}"
-
-
-def config_head_dims(config: PretrainedConfig) -> set[int]:
-    """Returns the sizes of attention heads that a configuration names, none where it doesn't tell.
-
-    Layers may differ (Gemma 4 has larger heads in its full-attention layers); latent attention names no size.
-    """
-    sizes = set()
-    for layer_config in layer_configs(config):
-        heads, hidden_size = (getattr(layer_config, name, None) for name in ("num_attention_heads", "hidden_size"))
-        if getattr(layer_config, "kv_lora_rank", None):
-            continue
-        if getattr(layer_config, "head_dim", None):
-            sizes.add(int(layer_config.head_dim))
-        elif isinstance(heads, int) and heads and hidden_size:
-            sizes.add(int(hidden_size) // heads)
-    return sizes
 
 
 def _move_tensors(layer: Any, device: torch.device) -> None:

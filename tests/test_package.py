@@ -37,7 +37,9 @@ ORDER = [
     "stores",
     "recipes",
     "layer",
+    "layer_build",
     "caches",
+    "presets",
     "strategies",
     "memory",
 ]

@@ -22,7 +22,7 @@ from transformers.cache_utils import (
 )
 
 from hf_kvplus import KVPlusCache, KVPlusEncoderDecoderCache, build_cache
-from hf_kvplus.caches import HybridKVLayer, RecurrentLayer
+from hf_kvplus.hybrid import HybridKVLayer, RecurrentLayer
 from hf_kvplus.layer import KVLayer
 from hf_kvplus.policies import NativeWindowPolicy
 
