@@ -16,6 +16,8 @@ from typing import Protocol
 
 import torch
 
+from hf_kvplus.stores.hostmemory import empty_buffer
+
 
 class Mover(Protocol):
     """Writes into all buffers of a store in one step, where a device does that faster than one by one."""
@@ -129,7 +131,7 @@ class GrowingStore:
             capacity = self.bound if self.start > self.lead else min(capacity, self.bound)
         for name, tensor in fields.items():
             shape = (*tensor.shape[:2], capacity, *tensor.shape[3:])
-            buffer = tensor.new_empty(shape)
+            buffer = empty_buffer(tensor, shape)
             if self.length:
                 buffer.narrow(2, self.lead, self.length).copy_(self.get(name))
             self._buffers[name] = buffer

@@ -19,6 +19,8 @@ import torch
 
 # Below, a page of its own would waste too much.
 SMALLEST_MAPPED_BYTES = 1 << 16
+# Of a buffer that stays: half a page is wasted on average, and holes of smaller ones hardly count.
+SMALLEST_BUFFER_BYTES = 1 << 14
 # How much longer than asked for a reused buffer is, so that growing states find room for a while.
 HEADROOM = 1.25
 
@@ -35,6 +37,23 @@ def map_memory(size: int) -> mmap.mmap:
     if sys.platform == "win32":
         return mmap.mmap(-1, size)
     return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+
+def can_map(tensor: torch.Tensor) -> bool:
+    """Whether memory for tensors like this one can be mapped."""
+    return tensor.device.type == "cpu" and type(tensor) is torch.Tensor and not torch.compiler.is_compiling()
+
+
+def empty_buffer(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """Returns a tensor without content of the dtype and device of `tensor`, for a buffer that stays.
+
+    On a CPU large ones are mapped: when all layers of a cache outgrow their buffers in one step, what they give up
+    would else stay with the process as holes that the next, slightly larger ones don't fit into.
+    """
+    size = math.prod(shape) * tensor.element_size()
+    if size < SMALLEST_BUFFER_BYTES or not can_map(tensor):
+        return tensor.new_empty(shape)
+    return torch.frombuffer(map_memory(size), dtype=tensor.dtype, count=math.prod(shape)).view(shape)
 
 
 @cache
@@ -76,8 +95,7 @@ class DensePool:
     def empty_like(self, tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
         """Returns a tensor without content of the dtype and device of `tensor`."""
         size = math.prod(shape) * tensor.element_size()
-        plain = tensor.device.type == "cpu" and type(tensor) is torch.Tensor and not torch.compiler.is_compiling()
-        if not plain or size < SMALLEST_MAPPED_BYTES:
+        if size < SMALLEST_MAPPED_BYTES or not can_map(tensor):
             return tensor.new_empty(shape)
         return torch.frombuffer(self._lend(size), dtype=tensor.dtype, count=math.prod(shape)).view(shape)
 
