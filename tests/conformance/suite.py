@@ -32,6 +32,27 @@ STRATEGIES = [
 # Standalone strategies are the yardstick, the peers that ours are compared with, and caches of others.
 NOT_OURS = ("dynamic", "hf-", "adapter")
 
+# What the models of older releases themselves can't do or do otherwise, with `DynamicCache` as well: tried with 5.14.
+SINCE = "5.24"
+OLDER_CAN_NOT: dict[str, tuple[str, ...]] = {
+    "Qwen3-Next": ("padded batch",),
+    "Falcon-H1": ("padded batch",),
+    "LFM2": (
+        "assisted (draft model)",
+        "prompt lookup",
+        "chunked prefill",
+        "padded batch",
+        "prefix reuse by deepcopy",
+        "multi-turn chat",
+        "forward with gradients",
+        "crop, then continue",
+        "row operations",
+        "pickle, reset, move",
+    ),
+    "Whisper": ("padded batch",),
+    "Qwen2-VL": ("chunked prefill",),
+}
+
 # (architecture, strategy, mode) -> why the cell doesn't apply, or None
 CELLS: dict[tuple[str, str, str], str | None] = {
     (name, strategy.text, mode.name): mode.unless(Case(zoo.ZOO[name], strategy))
