@@ -23,6 +23,20 @@ TARGET = HERE.parents[1] / "docs" / "conformance.md"
 README = HERE.parents[1] / "README.md"
 BEGIN, END = "<!-- conformance: begin -->", "<!-- conformance: end -->"
 Cell = tuple[str, str, str]
+ANOTHER_WAY = """Some cells are run in another way, since the model or `generate` wants it so:
+
+- padded batch: rows on the left, and the encoder's input of T5 and BART on the right; BART's decoder isn't padded,
+  since it counts positions from the first column
+- right continuation: a row says what it says alone; with windows, and in T5 and BART, where padding between tokens
+  counts as distance, what the model says without a cache to the same padded row
+- custom 4D mask: one mask for each kind of layer where some have windows; T5 and BART are compared with themselves
+  without a cache under the same mask
+- chunked prefill: with an encoder by several calls of the model, else by `prefill_chunk_size`
+- inputs_embeds: to the model instead of `generate` for Gemma 3n, Falcon-H1 and models with an encoder
+- Jamba takes one token at a time behind a prompt, without gradients
+- Qwen2-VL: text alone for prompt lookup, chunked prefill, right continuation, custom masks and inputs_embeds, else with
+  an image
+"""
 
 
 def run_suite(processes: int = 2) -> dict[Cell, bool]:
@@ -80,7 +94,7 @@ def render(results: dict[Cell, bool]) -> str:
     for mode in MODES:
         row = [symbol(results, [(name, text, mode) for text in everywhere], reasons) for name in zoo.ZOO]
         lines.append(f"| {mode} | " + " | ".join(row) + " |")
-    lines += ["", "Not applicable, because", ""]
+    lines += ["", ANOTHER_WAY, "Not applicable, because", ""]
     lines += [f"{number}. {reason}" for number, reason in enumerate(reasons, start=1)]
     lines += [
         "",
