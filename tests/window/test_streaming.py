@@ -13,7 +13,7 @@ from window_oracle import oracle_logits
 
 from checkpoints import one_thread, save_tiny_checkpoint, write_words
 from conftest import tiny_llama
-from kvplus_eval import streaming
+from kvplus_eval import streaming, streaming_rows
 from kvplus_eval.results import SCHEMA, append_rows, read_rows
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "streaming_chat.py"
@@ -76,7 +76,7 @@ def test_a_reading_of_its_own_predicts_one_token_from_the_window_before_it(model
 def test_a_comparison_splits_at_the_trained_length():
     row = {"strategy": "a", "first": 1, "losses": [1.0, 2.0, 3.0, 4.0]}
     yardstick = {"strategy": "b", "stride": 2, "first": 3, "losses": [2.5, 4.5]}
-    before, after = streaming.compare(row, yardstick, boundary=4)
+    before, after = streaming_rows.compare(row, yardstick, boundary=4)
     assert (before["tokens"], after["tokens"]) == (1, 1)
     assert before["percent"] == pytest.approx(100 * (math.exp(0.5) - 1))
     assert after["percent"] == pytest.approx(100 * (math.exp(-0.5) - 1))
@@ -115,7 +115,7 @@ def test_pieces_of_a_text_are_taken_together(tmp_path, capsys):
         *piece(1024, 0.03),
         *piece(1024, 0.02),
     ]  # a piece measured again takes the place of itself
-    first, second, whole = streaming.pool(rows)
+    first, second, whole = streaming_rows.pool(rows)
     assert [row["skip"] for row in (first, second)] == [0, 1024]
     for row, gap in ((first, 0.01), (second, 0.02), (whole, 0.015)):
         assert row["percent"] == pytest.approx(100 * math.expm1(gap))
@@ -125,7 +125,7 @@ def test_pieces_of_a_text_are_taken_together(tmp_path, capsys):
         100 * torch.tensor([0.01, 0.02] * 4).std().item() / 8**0.5, rel=1e-6
     )
     assert whole["standard_error_by_piece"] == pytest.approx(0.5)
-    assert not list(streaming.pool(piece(0, 0.01)[:1]))
+    assert not list(streaming_rows.pool(piece(0, 0.01)[:1]))
     file = tmp_path / "pieces.jsonl"
     append_rows(file, [row | {"schema": SCHEMA} for row in rows])
     streaming.main(["--pool", str(file)])
@@ -133,11 +133,11 @@ def test_pieces_of_a_text_are_taken_together(tmp_path, capsys):
 
 
 def test_a_picture_is_of_one_piece_with_the_latest_row_of_each_strategy():
-    rows = streaming.latest_rows([*piece(0, 0.01), {"kind": "eval"}, *piece(0, 0.02)])
+    rows = streaming_rows.latest_rows([*piece(0, 0.01), {"kind": "eval"}, *piece(0, 0.02)])
     assert [row["strategy"] for row in rows] == ["window:9", "recompute:9"]
     assert rows[0]["block_losses"][0] == 2.02
     with pytest.raises(ValueError, match="rows of one piece"):
-        streaming.latest_rows([*piece(0, 0.01), *piece(1024, 0.01)])
+        streaming_rows.latest_rows([*piece(0, 0.01), *piece(1024, 0.01)])
 
 
 @torch.inference_mode()
