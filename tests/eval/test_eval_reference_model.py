@@ -8,6 +8,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ from hf_kvplus.cli import build_app
 from hf_kvplus.gqa.convert import convert_to_gqa
 from hf_kvplus.loading import load_model
 from hf_kvplus.report import require_comparable
+from kvplus_eval import commands
 from kvplus_eval.compare import Tolerances, compare_runs
 from kvplus_eval.html.page import render_page
 from kvplus_eval.reference_model import require_same_vocabulary, require_same_windows
@@ -202,6 +204,20 @@ def test_a_cache_that_moves_nothing_is_refused_against_another_model_too(place, 
     assert result.exit_code == 1
     good, refused = read_rows(tmp_path / "results.jsonl")
     assert (good["status"], refused["status"]) == ("ok", "refused")
+
+
+def test_no_two_models_are_held_at_a_time(place, tmp_path, monkeypatch):
+    loaded: list[weakref.ref] = []
+
+    def load(*arguments):
+        assert all(model() is None for model in loaded)
+        found = load_model(*arguments)
+        loaded.append(weakref.ref(found[0]))
+        return found
+
+    monkeypatch.setattr(commands, "load_model", load)
+    assert evaluate(place, tmp_path, "converted", *QUICK, "--strategies", "dynamic").exit_code == 0
+    assert len(loaded) == 2
 
 
 def test_two_processes_find_what_one_finds(place, finished, tmp_path):
