@@ -34,8 +34,8 @@ ANOTHER_WAY = """Some cells are run in another way, since the model or `generate
 - chunked prefill: with an encoder by several calls of the model, else by `prefill_chunk_size`
 - inputs_embeds: to the model instead of `generate` for Gemma 3n, Falcon-H1 and models with an encoder
 - Jamba takes one token at a time behind a prompt, without gradients
-- Qwen2-VL: text alone for prompt lookup, chunked prefill, right continuation, custom masks and inputs_embeds, else with
-  an image
+- Qwen2-VL: text alone for prompt lookup, chunked prefill, right continuation, custom masks and inputs_embeds, else
+  with an image
 """
 
 

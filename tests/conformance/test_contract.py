@@ -304,6 +304,17 @@ def test_what_is_said_not_to_apply_fails_with_transformers_own_cache_too(name, m
         MODES[mode].run(case)
 
 
+def test_a_window_refuses_the_callers_own_mask_for_several_tokens():
+    """As the table says of custom 4D masks: refused, never answered with other tokens than the mask means."""
+    case = Case(zoo.ZOO["Llama"], next(strategy for strategy in STRATEGIES if strategy.text == "window:90,sinks=4"))
+    assert "refused with an error" in MODES["custom 4D mask"].unless(case)
+    cache, tokens = case.cache(), case.tokens(length=PROMPT + 12)
+    with torch.no_grad():
+        case.forward(tokens[:, :PROMPT], cache)
+        with pytest.raises(RuntimeError, match="this model's mask wasn't built with the cache's windows"):
+            case.forward(tokens[:, PROMPT:], cache, attention_mask=torch.zeros(1, 1, 12, PROMPT + 12))
+
+
 def test_transformers_own_layers_are_left_alone():
     """Making our caches changes no class that `DynamicCache` uses."""
     before = [type(layer) for layer in DynamicCache(config=tiny_llama_config()).layers]
