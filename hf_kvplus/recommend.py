@@ -16,6 +16,7 @@ import torch
 from transformers import PretrainedConfig
 
 from hf_kvplus.checks import require_at_least
+from hf_kvplus.configs import text_config
 from hf_kvplus.devices import Device, find_device
 from hf_kvplus.estimate import MemoryEstimate, estimate_memory
 from hf_kvplus.probe import profile_model
@@ -102,7 +103,8 @@ def recommend(
         batch_size: Rows, beams included.
         dtype: Type of the model's states; see `estimate_memory`.
         results: Rows of `results.jsonl`, of this model or others.
-        recent_tokens: Tell it if only that many recent tokens matter; then windows are candidates.
+        recent_tokens: Tell it if only that many recent tokens matter; then windows are candidates, with sinks that
+            move along where the context is longer than the trained length.
 
     Returns:
         The recommendation; its `strategy` is `None` if nothing meets the wishes.
@@ -118,28 +120,40 @@ def recommend(
         require_at_least("recent_tokens", recent_tokens, 1)
     device = find_device(device) if isinstance(device, str) else device
     prompt = max(1, context_length - DECODED_TOKENS)
+    window = _window(config, context_length, recent_tokens)
     candidates = [
         Candidate(
             name, estimate_memory(config, context_length, batch_size, name, dtype, prompt_tokens=prompt), None, "", ""
         )
-        for name in _names(context_length, recent_tokens, device)
+        for name in _names(context_length, window, device)
         if _fits_model(name, config, dtype)
     ]
     candidates = _with_results(candidates, list(results), profile_model(config).parameters)
     budget, where = _budget(candidates[0].estimate, budget_bytes, device)
     judged = tuple(replace(one, verdict=_verdict(one, budget, max_kl)) for one in candidates)
     if budget is None and max_kl is None:
-        return _by_rule(judged, context_length, recent_tokens)
+        return _by_rule(judged, context_length, window)
     return _by_wishes(judged, budget, where, max_kl)
 
 
-def _names(context_length: int, recent_tokens: int | None, device: Device | None) -> list[str]:
+def _window(config: PretrainedConfig, context_length: int, recent_tokens: int | None) -> str | None:
+    """Returns the window for someone who says that older text doesn't matter, `None` if all of it does.
+
+    Beyond the trained length sinks have to move along: at distances that a model was never trained for they harm it.
+    """
+    if recent_tokens is None or recent_tokens >= context_length:
+        return None
+    trained = getattr(text_config(config), "max_position_embeddings", None)
+    return f"window:{recent_tokens}" + (",positions=shifted" if trained and context_length > trained else "")
+
+
+def _names(context_length: int, window: str | None, device: Device | None) -> list[str]:
     """Returns the strategies worth a look, in order of loss."""
     names = list(LADDER)
-    if recent_tokens is not None and recent_tokens < context_length:
+    if window is not None:
         # To someone who says that older text doesn't matter, a window loses nothing.
-        for beside, window in ((PLAIN, ""), ("int8", "int8+"), ("int4", "int4+")):
-            names.insert(names.index(beside) + 1, f"{window}window:{recent_tokens}")
+        for beside, joined in ((PLAIN, ""), ("int8", "int8+"), ("int4", "int4+")):
+            names.insert(names.index(beside) + 1, joined + window)
     if "offload" in strategies and device is not None and device.name != "cpu":
         names += ["offload:cpu", "int8+offload:cpu", "int4+offload:cpu"]
     return names
@@ -234,12 +248,12 @@ def _nothing(candidates: tuple[Candidate, ...], where: str, max_kl: float | None
     return Recommendation(None, "", tuple(reasons), smallest.estimate, candidates)
 
 
-def _by_rule(candidates: tuple[Candidate, ...], context_length: int, recent_tokens: int | None) -> Recommendation:
+def _by_rule(candidates: tuple[Candidate, ...], context_length: int, window: str | None) -> Recommendation:
     """Decides by rules of thumb, by nothing but the context length."""
     name, rule = next(((name, rule) for limit, name, rule in RULES if context_length <= limit), ("int4", BEYOND))
     by_name = {one.strategy: one for one in candidates}
-    if context_length > RULES[1][0] and f"int4+window:{recent_tokens}" in by_name:
-        name = f"int4+window:{recent_tokens}"
+    if context_length > RULES[1][0] and f"int4+{window}" in by_name:
+        name = f"int4+{window}"
     elif context_length > RULES[-1][0] and "int4+offload:cpu" in by_name:
         name = "int4+offload:cpu"
     chosen = by_name.get(name, candidates[0])

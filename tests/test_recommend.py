@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers import GPT2Config
 
 from conftest import tiny_llama_config
 from hf_kvplus import Recommendation, build_cache, measure_memory, recommend
@@ -52,6 +53,15 @@ def test_a_window_is_offered_to_those_who_need_recent_text_only():
     found = recommend(CONFIG, 8192, budget_bytes=FULL // 10, recent_tokens=512)
     assert found.strategy == "window:512"
     assert all("window" not in one.strategy for one in recommend(CONFIG, 8192, FULL).candidates)
+
+
+def test_beyond_the_trained_length_a_window_moves_its_sinks_along_or_isnt_offered():
+    assert CONFIG.max_position_embeddings == 16384
+    found = recommend(CONFIG, 16385, budget_bytes=FULL // 10, recent_tokens=512)
+    assert found.strategy == "window:512,positions=shifted"
+    assert recommend(CONFIG, 100_000, recent_tokens=512).strategy == "int4+window:512,positions=shifted"
+    learned = recommend(GPT2Config(n_layer=2), 100_000, recent_tokens=512)
+    assert all("window" not in one.strategy for one in learned.candidates)
 
 
 def test_measured_loss_decides_where_it_is_bounded():
