@@ -516,6 +516,7 @@ class KVLayer(ShownStates, CacheLayerMixin):
         """Keeps the batch rows `indices` (integers, from the end if negative, or a boolean mask), in that order."""
         if not self.is_initialized:
             return
+        self.check_both_assigned()
         indices = row_indices(indices, self.batch_size)
         for store in self._stores():
             store.select(indices)
@@ -527,6 +528,7 @@ class KVLayer(ShownStates, CacheLayerMixin):
         """Repeats every batch row `repeats` times in place."""
         if not self.is_initialized:
             return
+        self.check_both_assigned()
         for store in self._stores():
             store.repeat_interleave(repeats)
         self.padding.select([row for row in range(self.batch_size) for _ in range(repeats)])
@@ -557,6 +559,7 @@ class KVLayer(ShownStates, CacheLayerMixin):
         """Returns all that is held: numbers, and views of the tensors by part; nothing before the first update."""
         if not self.is_initialized:
             return {}
+        self.check_both_assigned()
         stores = {**{f"packed_{name}": store for name, store in self.packed.items()}, "sinks": self.sinks}
         return {
             "batch_size": self.batch_size,

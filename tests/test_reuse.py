@@ -242,11 +242,16 @@ def test_tokens_evicted_by_hand(llama, strategy):
     one_layer.layers[1].crop(-5)
     with pytest.raises(ValueError, match="layer 0 holds 200 tokens, layer 1 195; tokens were removed by hand"):
         reuse_prefix(one_layer, ids, ids)
+    assigned = prefixed(llama, strategy, ids).cache
+    for layer in assigned.layers:
+        layer.keys, layer.values = layer.keys[:, :, 70:], layer.values[:, :, 70:]
+    with pytest.raises(ValueError, match="holds 130 tokens, but"):
+        reuse_prefix(assigned, ids, ids)
+    if strategy == "dynamic":
+        return
     all_layers = prefixed(llama, strategy, ids).cache
     for layer in all_layers.layers:
-        if strategy == "dynamic":
-            layer.keys, layer.values = layer.keys[:, :, 70:], layer.values[:, :, 70:]
-        elif strategy == "fp":
+        if strategy == "fp":
             layer.recent.drop_front(70)
         else:
             for store in layer.packed.values():

@@ -80,8 +80,14 @@ def test_one_half_alone_can_not_go_on():
     assert layer.keys.shape[2] == 10
     with pytest.raises(ValueError, match="`keys` were assigned with shape .*assign `values` too"):
         layer.update(states(2, 1), states(2, 1))
-    with pytest.raises(ValueError, match="assign `values` too"):
-        layer.crop(-1)
+    for use in (
+        lambda: layer.crop(-1),
+        lambda: layer.reorder_cache(torch.tensor([0])),
+        lambda: layer.batch_repeat_interleave(2),
+        layer.state_dict,
+    ):
+        with pytest.raises(ValueError, match="assign `values` too"):
+            use()
     layer.keys = keys
     layer.update(states(2, 1), states(2, 1))
     assert layer.get_seq_length() == 151
