@@ -26,24 +26,21 @@ from typing import Any
 import numpy as np
 from numba import cfunc, types
 
-from hf_kvplus.attention import inner_loops, slots, vectors
-from hf_kvplus.attention.inner_loops import (
-    STATE_BYTES,
+from hf_kvplus.attention import (
+    array_loops,
+    intrinsics,
+    output_loops,
+    score_loops,
+    slots,
+    softmax_loops,
+    vectors,
+)
+from hf_kvplus.attention.array_loops import (
     add_scaled,
-    cap_scores,
     count_up,
-    dense_output,
-    dense_scores,
-    dual_output,
-    dual_scores,
-    exponentiate,
     fill,
-    hide,
     lane_sum,
-    largest,
     locate,
-    packed_output,
-    packed_scores,
     read_float,
     read_long,
     read_states,
@@ -54,14 +51,19 @@ from hf_kvplus.attention.inner_loops import (
     write_long,
     write_states,
 )
+from hf_kvplus.attention.intrinsics import STATE_BYTES
+from hf_kvplus.attention.output_loops import dense_output, dual_output, packed_output
+from hf_kvplus.attention.score_loops import dense_scores, dual_scores, packed_scores
+from hf_kvplus.attention.softmax_loops import cap_scores, exponentiate, hide, largest
 from hf_kvplus.attention.vectors import LANES, LOOKUP
 
 __all__ = ["LANES", "LOOKUP", "KernelForm", "PackedForm", "compile_kernel"]
 
 NOTHING = np.float32(-np.inf)
 # A compiled kernel on disk is only as good as the sources that it was made of.
-_MODULES = (__file__, inner_loops.__file__, slots.__file__, vectors.__file__)
-SOURCES = zlib.crc32(b"".join(Path(name).read_bytes() for name in _MODULES))
+_MODULES = (array_loops, intrinsics, output_loops, score_loops, slots, softmax_loops, vectors)
+_FILES = (__file__, *(module.__file__ for module in _MODULES))
+SOURCES = zlib.crc32(b"".join(Path(name).read_bytes() for name in _FILES))
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from hf_kvplus.attention.triton_kernels import CHANNEL_STEPS, TOKEN_STEPS, from_log_scale
+from hf_kvplus.attention.triton_unpack import CHANNEL_STEPS, TOKEN_STEPS, from_log_scale
 from hf_kvplus.codecs import dual_scale
 from hf_kvplus.codecs.affine import HALF_MAX
 

@@ -13,19 +13,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from hf_kvplus.attention.triton_kernels import (
-    CHANGING,
-    LOG2_E,
-    add_up,
-    block_output,
-    block_scores,
-    cap,
-    load_query,
-    part_index,
-    soften,
-    store_part,
-    visible_columns,
-)
+from hf_kvplus.attention.triton_combine import add_up
+from hf_kvplus.attention.triton_kernels import block_output, block_scores
+from hf_kvplus.attention.triton_tiles import CHANGING, LOG2_E, cap, load_query, soften, store_part, visible_columns
+from hf_kvplus.attention.triton_unpack import part_index
 
 
 @triton.jit(do_not_specialize=CHANGING)

@@ -21,35 +21,30 @@ from typing import Any
 import numpy as np
 from numba import cfunc, njit, types
 
-from hf_kvplus.attention import inner_loops, vectors
-from hf_kvplus.attention.inner_loops import count_up, read_float, scratch, write_float
+from hf_kvplus.attention import array_loops, intrinsics, vectors
+from hf_kvplus.attention.array_loops import count_up, read_float, scratch, write_float
 from hf_kvplus.attention.vectors import LANES
-from hf_kvplus.compiled_kernels import decode, encode_loops
+from hf_kvplus.compiled_kernels import decode, encode_feedback, encode_loops, encode_packing, encode_vectors
 from hf_kvplus.compiled_kernels.decode import add_and_subtract_16, address_type, as_bytes, as_floats, rotate_16
+from hf_kvplus.compiled_kernels.encode_feedback import dot, feed_back, multiply_matrix
 from hf_kvplus.compiled_kernels.encode_loops import (
-    assign_affine_row,
     assign_row,
     column_sums,
     covers,
     divide_row,
-    dot,
-    feed_back,
-    half_steps,
     invert,
     keep_better,
     largest_size,
     middles,
     multiply,
-    multiply_matrix,
-    pack_plane,
     read_row,
     refine,
     round_offsets,
     row_sums,
     set_all,
     square_sum,
-    widen,
 )
+from hf_kvplus.compiled_kernels.encode_packing import assign_affine_row, half_steps, pack_plane, widen
 
 # Arguments, 64-bit integers: numbers, addresses, and strides in bytes over batch rows, heads, blocks and tokens.
 # What is written has no gaps, so it needs no strides. VALID is 0, or the address of a byte for each token of each
@@ -78,14 +73,24 @@ UP = np.float32(2.0 ** (0.5 / 8))
 MEAN_UNIT = np.float32(2.0 ** (0.5 / 8) / 127)
 # Their products with the range of a channel are tried.
 CLIP_1, CLIP_2 = np.float32(0.85), np.float32(0.7)
-LEAST_VARIANCE = np.float32(encode_loops.LEAST_VARIANCE)
+LEAST_VARIANCE = np.float32(encode_vectors.LEAST_VARIANCE)
 LEAST_TOKEN_SCALE, MOST_TOKEN_SCALE = np.float32(2.0 ** (-127 / 16)), np.float32(2.0 ** (127 / 16))
 TOKENS_PER_LOGARITHM = 16
 # Vectors of tokens that are corrected at once: 48 tokens of AVX-512.
 TOGETHER = 3
 
-_MODULES = (__file__, encode_loops.__file__, inner_loops.__file__, vectors.__file__, decode.__file__)
-SOURCES = zlib.crc32(b"".join(Path(name).read_bytes() for name in _MODULES))
+_MODULES = (
+    array_loops,
+    decode,
+    encode_feedback,
+    encode_loops,
+    encode_packing,
+    encode_vectors,
+    intrinsics,
+    vectors,
+)
+_FILES = (__file__, *(module.__file__ for module in _MODULES))
+SOURCES = zlib.crc32(b"".join(Path(name).read_bytes() for name in _FILES))
 
 as_ints = address_type("as_ints", types.int32)
 as_shorts = address_type("as_shorts", types.int16)

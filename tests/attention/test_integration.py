@@ -289,7 +289,7 @@ def test_an_unknown_kernel_is_refused(llama):
 
 def test_a_missing_extra_is_named(llama, monkeypatch):
     monkeypatch.setitem(sys.modules, "numba", None)
-    for name in ("cpu_kernel", "inner_loops", "vectors"):
+    for name in ("cpu_kernel", "intrinsics", "vectors"):
         monkeypatch.delitem(sys.modules, f"hf_kvplus.attention.{name}", raising=False)
         monkeypatch.delattr(hf_kvplus.attention, name, raising=False)
     with pytest.raises(ImportError, match=r"hf_kvplus\[cpu\]"):

@@ -17,7 +17,7 @@ import triton.language as tl
 from ahead import compile_kernel, resources
 from layers import make_layer
 
-from hf_kvplus.attention import integration, triton_append, triton_encode, triton_kernels
+from hf_kvplus.attention import integration, triton_append, triton_encode, triton_kernels, triton_unpack
 from hf_kvplus.attention.reference import ReferenceKernel
 from hf_kvplus.attention.triton import Launch, TritonKernel, parts_of, power_of_two, warps_for
 
@@ -185,7 +185,7 @@ def run_ptx(code: str, outputs: int, source: int) -> list[int]:
 
 @pytest.mark.parametrize(("name", "nbits"), [("BYTES", 8), ("NIBBLES", 4), ("PAIRS", 2)])
 def test_the_assembly_unpacks_every_code(name, nbits):
-    code = getattr(triton_kernels, name).value
+    code = getattr(triton_unpack, name).value
     parts, centre = 8 // nbits, (2**nbits - 1) / 2
     for first in range(256):
         source = [first, (first * 7 + 1) % 256, 255 - first, (first * 13 + 5) % 256]
