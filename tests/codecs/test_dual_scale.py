@@ -184,6 +184,40 @@ def test_a_prompt_in_pieces_packs_the_same_bytes_as_at_once():
             assert all(torch.equal(tensor, other[field]) for other in payloads[1:]), (name, field)
 
 
+def test_sinks_have_no_influence_on_what_is_packed_with_them():
+    """However loud the first tokens are, the scales and the other tokens' codes of their block stay as they were."""
+    states = torch.randn(1, 2, 150, 16, generator=torch.Generator().manual_seed(0))
+    payloads = []
+    for size in (1.0, 500.0):
+        loud = states.clone()
+        loud[:, :, :4] *= size
+        layer = KVLayer(
+            DualScaleCodec(correct_tokens=True), DualScaleCodec(axis=PER_TOKEN), residual_length=32, num_sink_tokens=4
+        )
+        layer.update(loud, loud)
+        keys, values = layer.dense()
+        assert torch.equal(keys[:, :, :4], loud[:, :, :4])
+        assert torch.equal(values[:, :, :4], loud[:, :, :4])
+        payloads.append((layer.packed["keys"].fields(0, 1), layer.packed["values"].fields(0, 1), keys[:, :, 4:]))
+    for first, second in zip(payloads[0][:2], payloads[1][:2], strict=True):
+        assert all(torch.equal(first[name], second[name]) for name in first if name != "codes")
+    assert torch.equal(payloads[0][2], payloads[1][2])
+
+
+@AXES
+@pytest.mark.parametrize("nbits", [2, 3])
+def test_trying_narrower_ranges_lowers_the_error_of_channels_with_outliers(nbits, axis):
+    generator = torch.Generator().manual_seed(2)
+    states = torch.randn(1, 2, 8, 64, 32, generator=generator)
+    states[torch.rand(states.shape, generator=generator) < 0.02] *= 6
+    error = {
+        clips: relative_error(DualScaleCodec(nbits=nbits, axis=axis, rotate=False, clips=clips), states)
+        for clips in (1, 2, 3)
+    }
+    assert error[3] < 0.97 * error[1]
+    assert error[3] <= error[2] <= error[1]
+
+
 def test_lloyd_max_levels_are_an_option():
     states = torch.randn(1, 1, 4, 64, 64, generator=torch.Generator().manual_seed(0))
     assert relative_error(DualScaleCodec(nbits=2, levels=LLOYD_MAX, clips=3), states) < 0.125
