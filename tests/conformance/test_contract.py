@@ -287,6 +287,7 @@ def test_every_kind_of_layer_gets_a_class_and_says_so():
     [
         ("Qwen3-Next", "assisted (draft model)"),
         ("Jamba", "prompt lookup"),
+        ("Falcon-H1", "crop, then continue"),
         ("Jamba", "chunked prefill"),
         ("T5", "classifier-free guidance"),
         ("Whisper", "classifier-free guidance"),
