@@ -8,7 +8,8 @@ reads once, when it is loaded, what it may use; so the yardstick is a process of
     python -m kvplus_eval.held_sdpa '{"batch": 1, ...}'   a line of JSON, then a time for each line that is read
 
 oneDNN's and ATen's own limits (`ONEDNN_MAX_CPU_ISA`, `ATEN_CPU_CAPABILITY`) change nothing here: torch 2.13 doesn't
-come by them for one token.
+come by them for one token. A CPU that is held takes longer than one that was built without the units: 3.3 to 3.7 times
+float32's time, where other machines took 2.1 and 3.1 (docs/log/attention.md).
 """
 
 from __future__ import annotations
