@@ -288,6 +288,8 @@ def test_every_kind_of_layer_gets_a_class_and_says_so():
         ("Qwen3-Next", "assisted (draft model)"),
         ("Jamba", "prompt lookup"),
         ("Falcon-H1", "crop, then continue"),
+        ("Jamba", "crop, then continue"),
+        ("Qwen3-Next", "crop, then continue"),
         ("Jamba", "chunked prefill"),
         ("T5", "classifier-free guidance"),
         ("Whisper", "classifier-free guidance"),
