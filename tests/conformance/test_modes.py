@@ -46,3 +46,20 @@ def test_at_least_twenty_architectures_are_covered_and_listen_to_far_tokens():
             last, changed = case.forward(tokens)[0, -1], case.forward(other)[0, -1]
         distance = (last - changed).pow(2).mean().sqrt() / last.std()
         assert distance > 0.01 or not architecture.packs, architecture.name
+
+
+@pytest.mark.parametrize("name", [name for name, kind in zoo.ZOO.items() if kind.recurrent or kind.convolves])
+def test_recurrent_states_matter(name):
+    """Without this, no mode would notice a wrong one: with its states zeroed the model says something else."""
+    import torch
+
+    case = Case(zoo.ZOO[name], BY_TEXT["fp"])
+    tokens, cache = case.tokens(), case.cache()
+    with torch.no_grad():
+        case.forward(tokens[:, :-1], cache)
+        for layer in cache.layers:
+            held = vars(layer).get("recurrent_states" if zoo.ZOO[name].recurrent else "conv_states", {})
+            for state in (state for state in held.values() if state is not None):
+                state.zero_()
+        expected, changed = case.reference(tokens[0])[-1], case.forward(tokens[:, -1:], cache)[0, -1]
+    assert (expected - changed).pow(2).mean().sqrt() / expected.std() > 0.05

@@ -97,7 +97,7 @@ def model(name: str) -> PreTrainedModel:
 def listen(built: PreTrainedModel, gain: float = 1.3) -> None:
     """Draws weights anew so that the output depends on far tokens.
 
-    As initialized, attention is nearly uniform, and recurrences forget all within a few tokens: a step of e^-4 makes it
+    As initialized, attention is nearly uniform, and recurrences forget all within a few tokens: steps of e^-4 make that
     tens of tokens.
     """
     embeddings = {id(module.weight) for module in built.modules() if isinstance(module, torch.nn.Embedding)}
