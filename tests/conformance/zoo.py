@@ -97,8 +97,8 @@ def model(name: str) -> PreTrainedModel:
 def listen(built: PreTrainedModel, gain: float = 1.3) -> None:
     """Draws weights anew so that the output depends on far tokens.
 
-    As initialized, attention is nearly uniform, and recurrences forget all within a few tokens: steps of e^-4 make that
-    tens of tokens.
+    As initialized, attention is nearly uniform, and recurrences forget all within a few tokens; steps of e^-4 make
+    that tens of tokens.
     """
     embeddings = {id(module.weight) for module in built.modules() if isinstance(module, torch.nn.Embedding)}
     for name, weight in built.named_parameters():
