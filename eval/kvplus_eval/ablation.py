@@ -73,7 +73,8 @@ VARIANTS = (
     Variant("no rotation", {}, lambda codec: {"rotate": False}),
     Variant("no token scales", {}, lambda codec: {"iterations": 0, "correct_tokens": False}, NARROW),
     Variant("no correction of token scales", {}, lambda codec: {"correct_tokens": False}, NARROW),
-    Variant("one clip", {}, lambda codec: {"clips": 1}, (3, 2)),
+    Variant("one clip", {}, lambda codec: {"clips": 1}, (3,)),
+    Variant("three clips", {}, lambda codec: {"clips": 3}, (2,)),
     Variant("no least squares", {}, lambda codec: {"clips": 1, "refinements": 0}, NARROW),
     Variant(
         "the other levels",
