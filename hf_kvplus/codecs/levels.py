@@ -1,7 +1,7 @@
 """Tables of levels: what an integer code means before it is scaled.
 
 Equal steps need no table. The levels of the Lloyd-Max quantizer of a unit Gaussian have the least error on Gaussian
-data; on the channels of a short block, which are lopsided, they measured better than equal steps at 3 bits only
+data; on the channels of a short block, which are lopsided, they measured better than equal steps at 2 and 3 bits only
 (docs/log/recipes.md).
 """
 
