@@ -45,8 +45,8 @@ def affine(nbits: int, group_size: int | None, block_tokens: int) -> tuple[Codec
 def dual_scale(nbits: int, group_size: int | None, block_tokens: int) -> tuple[Codec, Codec]:
     """Returns codecs of rotated states with a scale per token and a scale and an offset per channel.
 
-    Only keys have their token scales corrected: it helps scores and does nothing for outputs. Gaussian levels pay up to
-    3 bits, narrower ranges at 3; 8 bits cover the whole range and need no token scales.
+    Only keys have their token scales corrected: it helps scores and does nothing for outputs. Gaussian levels pay up
+    to 3 bits, narrower ranges at 3; 8 bits cover the whole range and need no token scales.
     """
     iterations, clips, refinements = (0, 1, 0) if nbits == 8 else (4, 3 if nbits == 3 else 1, 2)
     build = partial(
