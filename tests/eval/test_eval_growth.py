@@ -6,13 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
-from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from checkpoints import save_tiny_checkpoint
 from hf_kvplus.plots import plot_decode
 from kvplus_eval import decode_peak
-from kvplus_eval.decode_peak import PeakJob, measure_decoding, peak_table, watch_decoding, watch_rows
+from kvplus_eval.decode_peak import PeakJob, peak_table, watch_decoding, watch_rows
 from kvplus_eval.growth import growth_rows, growth_table, require_contexts
 from kvplus_eval.guards import RefusedError
 from kvplus_eval.peak import can_watch
@@ -101,9 +100,8 @@ def test_the_picture_has_a_line_for_each_strategy(tmp_path):
 
 @WATCHABLE
 def test_what_a_step_needs_beside_its_cache_is_told_by_the_system(checkpoint):
-    model = AutoModelForCausalLM.from_pretrained(checkpoint).eval()
-    job = PeakJob(str(checkpoint), "dynamic", context=3900, decoded=70)
-    found = measure_decoding(model, model.config.vocab_size, job)
+    # In a process of its own: room that earlier tests left would be taken, and not seen.
+    found = watch_decoding(PeakJob(str(checkpoint), "dynamic", context=3900, decoded=70))
     # 2 layers x 2 x 2 heads x 64 channels x 4 bytes a token; a step of dynamic copies a layer's keys or values.
     assert found["decode_cache_bytes"] == pytest.approx((3900 + 70) * 2048, rel=1e-6)
     layer_bytes = found["decode_cache_bytes"] / 4
