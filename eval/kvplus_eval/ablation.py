@@ -30,7 +30,7 @@ from hf_kvplus.plans.onepass import OnePass, Reference
 from hf_kvplus.recipes import Quantization
 from kvplus_eval.data import cut_windows, load_text
 from kvplus_eval.metrics.perplexity import paired_interval
-from kvplus_eval.results import append_rows, git_commit, library_versions
+from kvplus_eval.results import append_rows, git_commit, library_versions, read_rows
 
 SCHEMA = "kvplus-ablation/2"
 RECIPE = "recipe"
@@ -242,7 +242,7 @@ def run_ablation(
                     append_rows(rows, [{**facts, **row, **figures}])
                 progress.advance(task)
     if page is not None:
-        page.write_text(write_page(read_ablation(rows)), encoding="utf-8")
+        page.write_text(write_page(read_rows(rows, SCHEMA)), encoding="utf-8")
     typer.echo(json.dumps({"rows": str(rows), "variants": len(todo)}))
 
 
@@ -254,21 +254,8 @@ def head_dim_of(config: Any) -> int:
 
 def _done(path: Path, protocol: dict[str, Any]) -> set[tuple[int, str, int]]:
     """Returns what rows of the same protocol tell already."""
-    found = read_ablation(path) if path.is_file() else []
+    found = read_rows(path, SCHEMA) if path.is_file() else []
     return {(row["nbits"], row["variant"], row["window"]) for row in found if row["protocol"] == protocol}
-
-
-def read_ablation(path: Path) -> list[dict[str, Any]]:
-    """Reads rows back.
-
-    Raises:
-        ValueError: If a row has another schema.
-    """
-    found = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    for number, row in enumerate(found, 1):
-        if row.get("schema") != SCHEMA:
-            raise ValueError(f"`{path}`, row {number}: schema {row.get('schema')!r}, this version reads {SCHEMA!r}")
-    return found
 
 
 def write_page(rows: Sequence[dict[str, Any]]) -> str:

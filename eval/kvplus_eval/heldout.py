@@ -30,7 +30,7 @@ from kvplus_eval.ablation import PIECE_POSITIONS, head_dim_of, measure, stored_b
 from kvplus_eval.data import cut_windows, load_text
 from kvplus_eval.metrics.perplexity import paired_interval
 from kvplus_eval.protocol import choose_strategies
-from kvplus_eval.results import run_facts
+from kvplus_eval.results import read_rows, run_facts
 
 SCHEMA = "kvplus-heldout/3"
 TUNED_WINDOWS = 8
@@ -78,7 +78,7 @@ def heldout(
     positions = torch.arange(0, window_tokens - 1, stride)
     console = Console(stderr=True)
     plans = {name: _plan_digest(name) for name in names}
-    known = {_key(row) for row in read_heldout(rows)} if rows.is_file() else set()
+    known = {_key(row) for row in read_rows(rows, SCHEMA)} if rows.is_file() else set()
     with OnePass(loaded, chunk_tokens) as run, Progress(console=console) as progress:
         order = in_turns(sets)
         task = progress.add_task("windows", total=len(order) * len(names))
@@ -95,7 +95,7 @@ def heldout(
                     with rows.open("a", encoding="utf-8") as file:
                         file.write(json.dumps(row) + "\n")
                 progress.advance(task)
-    every = read_heldout(rows)
+    every = read_rows(rows, SCHEMA)
     console.print(_table([row for row in every if row["strategy"] in names and _protocol(row) == _protocol(facts)]))
     if page is not None:
         page.write_text(write_page(every), encoding="utf-8")
@@ -129,19 +129,6 @@ def summarize_windows(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "perplexity_low_percent": low,
         "perplexity_high_percent": high,
     }
-
-
-def read_heldout(path: Path) -> list[dict[str, Any]]:
-    """Reads rows back.
-
-    Raises:
-        ValueError: If a row has another schema.
-    """
-    found = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    for number, row in enumerate(found, 1):
-        if row.get("schema") != SCHEMA:
-            raise ValueError(f"`{path}`, row {number}: schema {row.get('schema')!r}, this version reads {SCHEMA!r}")
-    return found
 
 
 def write_page(rows: Sequence[dict[str, Any]]) -> str:

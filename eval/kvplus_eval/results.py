@@ -146,16 +146,20 @@ def append_rows(path: Path, rows: Sequence[Row]) -> None:
         file.writelines(json.dumps(row) + "\n" for row in rows)
 
 
-def read_rows(path: Path) -> list[Row]:
+def read_rows(path: Path, schema: str = SCHEMA) -> list[Row]:
     """Reads rows back.
+
+    Args:
+        path: The file.
+        schema: What its rows must have.
 
     Raises:
         ValueError: If a row has another schema.
     """
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     for number, row in enumerate(rows, 1):
-        if row.get("schema") != SCHEMA:
-            raise ValueError(f"`{path}`, row {number}: schema {row.get('schema')!r}, this version reads {SCHEMA!r}")
+        if row.get("schema") != schema:
+            raise ValueError(f"`{path}`, row {number}: schema {row.get('schema')!r}, this version reads {schema!r}")
     return rows
 
 

@@ -8,15 +8,16 @@ from checkpoints import save_tiny_checkpoint, write_words
 from conftest import tiny_llama_config
 from kvplus_eval.ablation import (
     RECIPE,
+    SCHEMA,
     VARIANTS,
     _line,
-    read_ablation,
     run_ablation,
     stored_bits,
     summarize,
     window_figures,
 )
 from kvplus_eval.ablation import variant_cache as build
+from kvplus_eval.results import read_rows
 
 
 @pytest.fixture
@@ -37,7 +38,7 @@ def test_rows_and_page_are_made_and_windows_can_be_added(tmp_path, app):
     for windows in (1, 2, 2):
         result = CliRunner().invoke(app, [str(option) for option in (*options, "--windows", windows)])
         assert result.exit_code == 0, result.output
-        rows = read_ablation(tmp_path / "rows.jsonl")
+        rows = read_rows(tmp_path / "rows.jsonl", SCHEMA)
         assert sorted((row["variant"], row["window"]) for row in rows) == sorted(
             (name, window) for name in variants for window in range(windows)
         )
@@ -84,4 +85,4 @@ def test_changes_are_paired():
 def test_rows_of_another_schema_are_refused(tmp_path):
     (tmp_path / "rows.jsonl").write_text(json.dumps({"schema": "other"}) + "\n")
     with pytest.raises(ValueError, match="schema 'other', this version reads"):
-        read_ablation(tmp_path / "rows.jsonl")
+        read_rows(tmp_path / "rows.jsonl", SCHEMA)

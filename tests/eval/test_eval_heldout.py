@@ -7,7 +7,8 @@ from typer.testing import CliRunner
 from checkpoints import save_tiny_checkpoint, write_words
 from hf_kvplus.layer_plan import LayerPlan
 from hf_kvplus.recipes import Quantization
-from kvplus_eval.heldout import heldout, read_heldout, summarize_windows
+from kvplus_eval.heldout import SCHEMA, heldout, summarize_windows
+from kvplus_eval.results import read_rows
 
 
 @pytest.fixture
@@ -30,7 +31,7 @@ def options(tmp_path):
 def test_both_sets_are_measured_apart_in_turns(tmp_path, app, options):
     result = CliRunner().invoke(app, [*options, "--strategies", "int4,int2"])
     assert result.exit_code == 0, result.output
-    rows = read_heldout(tmp_path / "rows.jsonl")
+    rows = read_rows(tmp_path / "rows.jsonl", SCHEMA)
     assert [(row["strategy"], row["set"], row["window"]) for row in rows] == [
         (strategy, *window)
         for window in (("tuned", 0), ("held out", 8), ("held out", 9))
@@ -48,7 +49,7 @@ def test_both_sets_are_measured_apart_in_turns(tmp_path, app, options):
 def test_a_second_run_measures_only_what_is_missing_and_the_page_has_all(tmp_path, app, options):
     for strategies, count in (("int4", 3), ("int4,int2", 6), ("int2", 6)):
         assert CliRunner().invoke(app, [*options, "--strategies", strategies]).exit_code == 0
-        assert len(read_heldout(tmp_path / "rows.jsonl")) == count
+        assert len(read_rows(tmp_path / "rows.jsonl", SCHEMA)) == count
     page = (tmp_path / "page.md").read_text()
     assert "| `int4` | 4.461" in page
     assert "| `int2` | 2.461" in page
@@ -60,15 +61,15 @@ def test_another_plan_under_the_same_name_is_measured_anew(tmp_path, app, option
     for nbits, count in ((8, 3), (2, 6), (2, 6)):
         LayerPlan((Quantization(nbits, nbits),) * 2).save(path)
         assert CliRunner().invoke(app, [*options, "--strategies", f"plan:{path}"]).exit_code == 0
-        assert len(read_heldout(tmp_path / "rows.jsonl")) == count
-    rows = read_heldout(tmp_path / "rows.jsonl")
+        assert len(read_rows(tmp_path / "rows.jsonl", SCHEMA)) == count
+    rows = read_rows(tmp_path / "rows.jsonl", SCHEMA)
     assert rows[0]["kl"] < rows[3]["kl"]
 
 
 def test_rows_of_another_schema_are_refused(tmp_path):
     (tmp_path / "rows.jsonl").write_text(json.dumps({"schema": "kvplus-heldout/2"}) + "\n")
     with pytest.raises(ValueError, match="schema 'kvplus-heldout/2', this version reads"):
-        read_heldout(tmp_path / "rows.jsonl")
+        read_rows(tmp_path / "rows.jsonl", SCHEMA)
 
 
 @pytest.mark.parametrize("others", ["7-9", "0-3", "x"])
