@@ -99,13 +99,15 @@ def test_the_picture_has_a_line_for_each_strategy(tmp_path):
 
 
 @WATCHABLE
-def test_what_a_step_needs_beside_its_cache_is_told_by_the_system(checkpoint):
+def test_what_a_step_needs_beside_its_cache_is_told_by_the_system(checkpoint, monkeypatch):
+    # Tensors of more than this are mapped and go back to the system when they are freed, so no hole is counted.
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", str(1 << 20))
     # In a process of its own: room that earlier tests left would be taken, and not seen.
-    found = watch_decoding(PeakJob(str(checkpoint), "dynamic", context=3900, decoded=70))
+    found = watch_decoding(PeakJob(str(checkpoint), "dynamic", context=30_000, decoded=6))
     # 2 layers x 2 x 2 heads x 64 channels x 4 bytes a token; a step of dynamic copies a layer's keys or values.
-    assert found["decode_cache_bytes"] == pytest.approx((3900 + 70) * 2048, rel=1e-6)
+    assert found["decode_cache_bytes"] == pytest.approx((30_000 + 6) * 2048, rel=1e-6)
     layer_bytes = found["decode_cache_bytes"] / 4
-    assert 0.5 * layer_bytes < found["decode_beside_bytes"] < 6 * layer_bytes
+    assert 0.5 * layer_bytes < found["decode_beside_bytes"] < 3 * layer_bytes
     assert found["decode_peak_bytes"] == sum(found[f"decode_{name}_bytes"] for name in ("working", "cache", "beside"))
 
 
