@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from transformers.cache_utils import LinearAttentionLayer
 
-from hf_kvplus.layer import KVLayer, row_indices
+from hf_kvplus.layer import KVLayer
+from hf_kvplus.layer_rows import row_indices
 
 
 class RecurrentLayer(LinearAttentionLayer):

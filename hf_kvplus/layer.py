@@ -11,7 +11,6 @@ layer is a buffer that grows, and `update` returns a view of it.
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -21,8 +20,11 @@ from hf_kvplus.checks import require_at_least, require_states
 from hf_kvplus.codecs import Codec
 from hf_kvplus.codecs.identity import IdentityCodec
 from hf_kvplus.handover import handover
+from hf_kvplus.layer_rows import LayerRows
+from hf_kvplus.layer_state import LayerState
 from hf_kvplus.policies import FullPolicy, Policy
 from hf_kvplus.policies.padding import RowPadding
+from hf_kvplus.rollback import Rollback
 from hf_kvplus.shown_states import ShownStates
 from hf_kvplus.stores import GrowingStore, PackedStore, SinkStore
 from hf_kvplus.stores.hostmemory import DensePool
@@ -34,7 +36,7 @@ States = dict[str, torch.Tensor]  # "keys" and "values", each (batch, kv_heads, 
 OFFLOADED_BLOCK_TOKENS = OFFLOADED_RECENT_TOKENS = 64
 
 
-class KVLayer(ShownStates, CacheLayerMixin):
+class KVLayer(ShownStates, Rollback, LayerRows, LayerState, CacheLayerMixin):
     """Stores the keys and values of one attention layer.
 
     Args:
@@ -119,6 +121,15 @@ class KVLayer(ShownStates, CacheLayerMixin):
         # Packing keeps the recent tokens below one block more than `residual_length`.
         self.recent = GrowingStore(minimum=16, ceiling=self.residual_length + self.block_tokens if self.codecs else 0)
         self.padding = RowPadding([])
+
+    def reset(self) -> None:
+        """Forgets everything and gives the memory back; the next `update` may have another batch size."""
+        self._clear()
+        self.record_past = False
+        self.__dict__.pop("batch_size", None)
+
+    def _stores(self) -> tuple[GrowingStore, ...]:
+        return *self.packed.values(), self.sinks, self.recent
 
     # Sizes
 
@@ -429,170 +440,6 @@ class KVLayer(ShownStates, CacheLayerMixin):
             states = {name: torch.cat([states[name], tensor], dim=2) for name, tensor in self.incoming.items()}
         return states["keys"][:, :, visible - first :], states["values"][:, :, visible - first :]
 
-    # Rolling back
-
-    def activate_past_recording(self) -> None:
-        """Keeps tokens that have left a window until the next `crop`, so that it can bring them back."""
-        self.record_past = True
-
-    def check_crop(self, tokens_to_remove: int) -> None:
-        """Refuses a `crop` that this layer can't do, so that a cache can ask all its layers before it cuts any.
-
-        Raises:
-            ValueError: If positive (the meaning before transformers 5.17).
-            RuntimeError: If a window has already dropped tokens that would become visible again.
-        """
-        self.check_both_assigned()
-        length = self.cumulative_length + tokens_to_remove
-        if tokens_to_remove > 0:
-            raise ValueError(
-                f"`tokens_to_remove` must be negative or 0, got {tokens_to_remove}; crop(-n) removes the last n tokens"
-            )
-        needed = self.policy.first_visible(length)
-        # Nothing of what a window has dropped is needed where nothing is left.
-        if self.is_initialized and tokens_to_remove and length > 0 and needed < self.first_stored:
-            raise RuntimeError(
-                f"cropping to {length} tokens needs token {needed}, which has left the "
-                "window; call `activate_past_recording()` before the tokens that are to be removed"
-            )
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Forgets the newest tokens.
-
-        A cut inside a packed block moves what remains of that block, as decoded, into the recent buffer.
-
-        Args:
-            tokens_to_remove: Minus the number of tokens; 0 removes none (a window drops what it no longer needs). As
-                with transformers' own layers, more than were seen leave nothing.
-
-        Raises:
-            ValueError: If positive (the meaning before transformers 5.17).
-            RuntimeError: If a window has already dropped tokens that would become visible again.
-        """
-        self.check_crop(tokens_to_remove)
-        if not self.is_initialized:
-            return
-        length = max(0, self.cumulative_length + tokens_to_remove)
-        if length == 0:
-            for store in (*self.packed.values(), self.recent):
-                store.drop_back(len(store))
-        elif length >= self.packed_tokens:
-            self.recent.drop_back(self.cumulative_length - length)
-        else:
-            self._crop_packed(length)
-        self.cumulative_length = length
-        self.padding.reopen(length)
-        self._evict()
-        if self.shelf:
-            self.shelf.changed(self.packed_tokens)
-
-    def _crop_packed(self, length: int) -> None:
-        """Drops packed blocks from the one that holds column `length` on; its beginning becomes recent."""
-        keep, rest = divmod(length - self.first_stored, self.block_tokens)
-        first = length - rest
-        remainder = {}
-        for name, store in self.packed.items():
-            held = self.recent.get(name)
-            block = held.new_empty((*held.shape[:2], self.block_tokens, held.shape[3]))
-            store.decode(block, keep, keep + 1)
-            self.sinks.restore(name, block, self.padding.counts, first, first + self.block_tokens)
-            store.drop_back(len(store) - keep)
-            remainder[name] = block[:, :, :rest]
-        self.recent.replace(remainder)
-
-    def reset(self) -> None:
-        """Forgets everything and gives the memory back; the next `update` may have another batch size."""
-        self._clear()
-        self.record_past = False
-        self.__dict__.pop("batch_size", None)
-
-    # Rows and devices
-
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        """Reorders the rows for beam search; codes and scales move as they are."""
-        self.batch_select_indices(beam_idx)
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keeps the batch rows `indices` (integers, from the end if negative, or a boolean mask), in that order."""
-        if not self.is_initialized:
-            return
-        self.check_both_assigned()
-        indices = row_indices(indices, self.batch_size)
-        for store in self._stores():
-            store.select(indices)
-        # Rows that are alike need no list of indices, hence no wait for the device.
-        self.padding.select([0] * len(indices) if self.padding.uniform else indices.tolist())
-        self.batch_size = len(indices)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeats every batch row `repeats` times in place."""
-        if not self.is_initialized:
-            return
-        self.check_both_assigned()
-        for store in self._stores():
-            store.repeat_interleave(repeats)
-        self.padding.select([row for row in range(self.batch_size) for _ in range(repeats)])
-        self.batch_size *= repeats
-
-    def to(self, device: torch.device | str) -> None:
-        """Moves everything to `device`; later states must come from there."""
-        for store in self._stores():
-            store.to(torch.device(device))
-        self.device = torch.device(device)
-
-    def offload(self) -> None:
-        """Moves everything to host memory."""
-        for store in self._stores():
-            store.to(torch.device("cpu"))
-
-    def prefetch(self) -> None:
-        """Moves everything back to the layer's device."""
-        for store in self._stores() if self.is_initialized else ():
-            store.to(self.device)
-
-    def _stores(self) -> tuple[GrowingStore, ...]:
-        return *self.packed.values(), self.sinks, self.recent
-
-    # Saving
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns all that is held: numbers, and views of the tensors by part; nothing before the first update."""
-        if not self.is_initialized:
-            return {}
-        self.check_both_assigned()
-        stores = {**{f"packed_{name}": store for name, store in self.packed.items()}, "sinks": self.sinks}
-        return {
-            "batch_size": self.batch_size,
-            "cumulative_length": self.cumulative_length,
-            "record_past": self.record_past,
-            "dtype": self.dtype,
-            "shapes": self.shapes,
-            "padding": asdict(self.padding),
-            **{name: store.fields() for name, store in stores.items()},
-            "recent": self.recent.fields(),
-        }
-
-    def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
-        """Holds copies of what `state_dict` of a layer with the same codecs and policy returned.
-
-        Args:
-            state: What `state_dict` returned, its tensors on `device`.
-            device: Where later states will come from.
-        """
-        self.reset()
-        if not state:
-            return
-        self.batch_size, self.cumulative_length = state["batch_size"], state["cumulative_length"]
-        self.record_past, self.dtype, self.device = state["record_past"], state["dtype"], device
-        self.shapes, self.padding = state["shapes"], RowPadding(**state["padding"])
-        for name, store in self.packed.items():
-            if state[f"packed_{name}"]:
-                store.replace(state[f"packed_{name}"])
-        if state["sinks"]:
-            self.sinks.replace(state["sinks"])
-        self.recent.replace(state["recent"])
-        self.is_initialized = True
-
     def describe(self) -> str:
         """Returns what this layer does with its states, in a few words."""
         if not self.codecs:
@@ -600,11 +447,3 @@ class KVLayer(ShownStates, CacheLayerMixin):
         parts = ", ".join(f"{name} {codec.describe()}" for name, codec in self.codecs.items())
         place = f"; {self.shelf.describe()}" if self.shelf else ""
         return f"{parts}; full precision: {self.num_sink_tokens} sinks, last {self.residual_length} tokens{place}"
-
-
-def row_indices(indices: torch.Tensor, batch_size: int) -> torch.Tensor:
-    """Returns row numbers from 0 up for integers (from the end if negative) or a mask over `batch_size` rows."""
-    indices = torch.as_tensor(indices)
-    if indices.dtype == torch.bool:
-        return indices.nonzero()[:, 0]
-    return torch.where(indices < 0, indices + batch_size, indices)

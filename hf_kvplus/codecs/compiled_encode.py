@@ -22,6 +22,7 @@ from hf_kvplus.codecs.feedback import require_fit
 from hf_kvplus.codecs.levels import UNIFORM
 from hf_kvplus.codecs.log_scale import CHANNEL_STEPS, TOKEN_STEPS, from_log_scale, to_log_scale
 from hf_kvplus.codecs.rotation import hadamard_order
+from hf_kvplus.compiled_kernels import encode_arguments
 from hf_kvplus.threads import find_runner
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ class Encoder:
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
         self.run = find_runner()
-        self.arguments = Arguments(kernel.COUNT)
+        self.arguments = Arguments(encode_arguments.COUNT)
         self.channel_tables, self.token_tables = log_scale_tables(CHANNEL_STEPS), log_scale_tables(TOKEN_STEPS)
 
     def fits(self, states: torch.Tensor) -> bool:
@@ -47,8 +48,8 @@ class Encoder:
         return (
             states.dtype in DTYPES
             and channels % 16 == 0
-            and 0 < channels <= self.kernel.MOST_CHANNELS
-            and tokens <= self.kernel.MOST_TOKENS
+            and 0 < channels <= encode_arguments.MOST_CHANNELS
+            and tokens <= encode_arguments.MOST_TOKENS
             and states.numel() > 0
         )
 
@@ -56,7 +57,7 @@ class Encoder:
         self, codec: DualScaleCodec, states: torch.Tensor, valid: torch.Tensor | None = None
     ) -> Packed:
         """Encodes blocks; see `Codec.encode`."""
-        k, a = self.kernel, self.arguments.numbers
+        k, a = encode_arguments, self.arguments.numbers
         channels = states.shape[-1]
         metric = [] if codec.metric is None else self._prepare_metric(codec.metric, codec.rotate, states)
         levels = codec.level_table()
@@ -79,13 +80,13 @@ class Encoder:
         a[k.CHANNEL_TABLES], a[k.TOKEN_TABLES] = self.channel_tables.data_ptr(), self.token_tables.data_ptr()
         a[k.CHANNEL_SCALE], a[k.TOKEN_SCALE] = packed["channel_scale"].data_ptr(), token_scale.data_ptr()
         a[k.MEAN], a[k.MEAN_SCALE] = packed["mean"].data_ptr(), packed["mean_scale"].data_ptr()
-        self._run(k.dual_scale_encoder())
+        self._run(self.kernel.dual_scale_encoder())
         del held, metric
         return packed
 
     def encode_affine(self, codec: AffineCodec, states: torch.Tensor, valid: torch.Tensor | None = None) -> Packed:
         """Encodes blocks; see `Codec.encode`."""
-        k, a = self.kernel, self.arguments.numbers
+        k, a = encode_arguments, self.arguments.numbers
         group = codec.group_length(states.shape[-1])
         packed, held = self._prepare(codec, states, valid)
         lines, line = _lines(codec, states)
@@ -93,7 +94,7 @@ class Encoder:
         for slot, name in ((k.SCALE, "scale"), (k.ZERO_POINT, "zero_point")):
             packed[name] = torch.empty(*states.shape[:3], lines, line // group, dtype=torch.float16)
             a[slot] = packed[name].data_ptr()
-        self._run(k.affine_encoder())
+        self._run(self.kernel.affine_encoder())
         del held
         return packed
 
@@ -108,7 +109,7 @@ class Encoder:
         self, codec: DualScaleCodec | AffineCodec, states: torch.Tensor, valid: torch.Tensor | None
     ) -> tuple[Packed, list[torch.Tensor | None]]:
         """Writes what both codecs need; returns a payload with room for codes, and tensors that must live on."""
-        k, a = self.kernel, self.arguments.numbers
+        k, a = encode_arguments, self.arguments.numbers
         states = states.detach()
         states = states if states.stride(4) == 1 else states.contiguous()
         valid = None if valid is None else valid.contiguous()
@@ -132,7 +133,7 @@ class Encoder:
     def _run(self, function: Any) -> None:
         """Runs a compiled function with the arguments that were written."""
         a = self.arguments.numbers
-        self.run(function.address, ctypes.addressof(a), min(torch.get_num_threads(), a[self.kernel.TASKS]))
+        self.run(function.address, ctypes.addressof(a), min(torch.get_num_threads(), a[encode_arguments.TASKS]))
 
 
 def _lines(codec: DualScaleCodec | AffineCodec, states: torch.Tensor) -> tuple[int, int]:
