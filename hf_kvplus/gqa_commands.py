@@ -39,6 +39,10 @@ def calibrate_gqa(
     model: Model = "smollm2-135m",
     method: Annotated[str, typer.Option(help="svd, or mean (to compare with).")] = "svd",
     ranks: Annotated[str, typer.Option(help="solved (per layer and part) or equal.")] = "solved",
+    share: Annotated[
+        float | None,
+        typer.Option(help="Channels to keep, in parts of the model's.", show_default="as many as those heads have"),
+    ] = None,
     sinks: Annotated[
         int, typer.Option(min=0, help="First tokens that caches will keep whole, as in gqa:N,sinks=.")
     ] = 4,
@@ -64,6 +68,7 @@ def calibrate_gqa(
             num_key_value_heads,
             method=method,
             ranks=ranks,
+            latent_share=share,
             num_sink_tokens=sinks,
             text=json.dumps(facts),
             advance=lambda: progress.advance(task),

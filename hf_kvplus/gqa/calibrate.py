@@ -45,6 +45,7 @@ def calibrate_gqa(
     *,
     method: str = "svd",
     ranks: str = "solved",
+    latent_share: float | None = None,
     context_tokens: int | None = None,
     num_sink_tokens: int = 4,
     text: str = "",
@@ -60,6 +61,9 @@ def calibrate_gqa(
         method: `"svd"`, or `"mean"`: heads of a group are averaged, the classical conversion to compare with.
         ranks: `"solved"`: layers, keys and values get channels where they are worth most, as many in all as with
             `"equal"`, where each part gets the same.
+        latent_share: Channels that are stored, in parts of those that the model gives, over all layers that have more
+            heads than `num_key_value_heads`; rounded down to whole runs of channels. `None`: as many as
+            `num_key_value_heads` heads have. Give less where the tokens that a cache keeps whole have to fit in, too.
         context_tokens: Tokens of each window that are stored; the others read them. `None`: three quarters.
         num_sink_tokens: First tokens of each window that are left out. They are unlike all others, so give what the
             cache will keep whole of them, and 0 if it will project them too.
@@ -72,24 +76,26 @@ def calibrate_gqa(
 
     Raises:
         TypeError: If `model` isn't a transformers model.
-        ValueError: If no layer has more heads than wanted, the model has an encoder, or a choice or a window doesn't
-            fit.
+        ValueError: If no layer has more heads than wanted, the model has an encoder, or a choice, a share or a window
+            doesn't fit.
     """
     require_at_least("num_key_value_heads", num_key_value_heads, 1)
     require_choice("method", method, METHODS)
     require_choice("ranks", ranks, RANKS)
+    require_share(latent_share, method)
     context = context_tokens or (3 * min(map(len, windows), default=0)) // 4
     moments = collect_moments(
         model, windows, context_tokens=context, num_sink_tokens=num_sink_tokens, seed=seed, advance=advance
     )
     require_fewer_heads(moments, num_key_value_heads)
     rotary = bool(getattr(text_config(model.config), "rope_parameters", None))
-    layers = solve(moments, num_key_value_heads, method=method, ranks=ranks, rotary=rotary)
+    layers = solve(moments, num_key_value_heads, method=method, ranks=ranks, share=latent_share, rotary=rotary)
     facts = {
         "config": config_fields(text_config(model.config)),
         **describe_weights(model),
         "method": method,
         "ranks": ranks,
+        "latent_share": latent_share,
         "text": text,
         "tokens": sum(map(len, windows)),
         "context_tokens": context,
@@ -97,6 +103,20 @@ def calibrate_gqa(
         "seed": seed,
     }
     return GQAProjection(tuple(layers), num_key_value_heads, facts)
+
+
+def require_share(latent_share: float | None, method: str) -> None:
+    """Checks the part of the channels that is to be stored.
+
+    Raises:
+        ValueError: If it isn't between 0 and 1, or the method keeps whole heads.
+    """
+    if latent_share is None:
+        return
+    if not 0 < latent_share < 1:
+        raise ValueError(f"`latent_share` must be between 0 and 1, got {latent_share}")
+    if method == "mean":
+        raise ValueError(f"`latent_share` must be None with method='mean' (it keeps whole heads), got {latent_share}")
 
 
 def require_fewer_heads(moments: Sequence[LayerMoments], num_key_value_heads: int) -> None:
@@ -114,7 +134,13 @@ def require_fewer_heads(moments: Sequence[LayerMoments], num_key_value_heads: in
 
 
 def solve(
-    moments: Sequence[LayerMoments], num_key_value_heads: int, *, method: str, ranks: str, rotary: bool
+    moments: Sequence[LayerMoments],
+    num_key_value_heads: int,
+    *,
+    method: str,
+    ranks: str,
+    rotary: bool,
+    share: float | None = None,
 ) -> list[LayerProjection]:
     """Turns moments into projections; `rotary` tells that keys turn with positions, the rest as `calibrate_gqa`."""
     if method == "mean":
@@ -125,7 +151,7 @@ def solve(
         for name, part in layer.items()
         if part.heads > num_key_value_heads
     }
-    counts = share_channels(spectra, num_key_value_heads, ranks)
+    counts = share_channels(spectra, num_key_value_heads, ranks, share)
     layers: list[LayerProjection] = [{} for _ in moments]
     for (index, name), count in counts.items():
         spectrum = spectra[index, name]
@@ -160,12 +186,17 @@ class _Spectrum:
 
 
 def share_channels(
-    spectra: dict[tuple[int, str], _Spectrum], num_key_value_heads: int, ranks: str
+    spectra: dict[tuple[int, str], _Spectrum], num_key_value_heads: int, ranks: str, share: float | None = None
 ) -> dict[tuple[int, str], int]:
-    """Returns how many channels each part gets, all together as many as `num_key_value_heads` heads of each take."""
+    """Returns how many channels each part gets, all together as many as `num_key_value_heads` heads of each take.
+
+    With `share`, that part of all channels instead; every part keeps at least one run.
+    """
     equal = {key: num_key_value_heads * spectrum.moments.channels for key, spectrum in spectra.items()}
+    if share is not None:
+        equal = {key: share * spectrum.width for key, spectrum in spectra.items()}
     if ranks == "equal":
-        return equal
+        return {key: max(1, int(equal[key] // one.run)) * one.run for key, one in spectra.items()}
     counts = dict.fromkeys(spectra, 0)
     runs = []
     for key, spectrum in spectra.items():
@@ -173,7 +204,7 @@ def share_channels(
             gain = spectrum.losses[first : first + spectrum.run].mean().item()
             # Every part keeps one run, so that something is stored of it.
             runs.append((first == 0, gain, key, spectrum.run))
-    left = sum(equal.values())
+    left = max(sum(equal.values()), sum(spectrum.run for spectrum in spectra.values()))
     for _, _, key, run in sorted(runs, key=lambda item: item[:2], reverse=True):
         if run <= left:
             counts[key] += run

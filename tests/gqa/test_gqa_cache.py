@@ -241,6 +241,15 @@ def test_the_better_channels_cost_less(llama):
     assert losses["svd"] < 0.5 * losses["mean"]
 
 
+@pytest.mark.parametrize("ranks", ["solved", "equal"])
+def test_a_share_of_the_channels_is_kept_in_whole_runs(llama, ranks):
+    """Of 64 channels in runs of 16; what is rounded down isn't given to others."""
+    kept = {share: calibrate_gqa(llama, windows(2), 2, ranks=ranks, latent_share=share) for share in (0.76, 0.5, 0.01)}
+    assert [projection.latent_share() for projection in kept.values()] == [0.75, 0.5, 0.25]
+    assert kept[0.5].layers == calibrate_gqa(llama, windows(2), 2, ranks=ranks).layers
+    assert logits(llama, GQACache(llama.config, 2, kept[0.01]), text()).isfinite().all()
+
+
 def test_a_saved_cache_goes_on(llama, path, tmp_path):
     cache = build_cache(f"gqa:2,projection={path}+int8", llama.config)
     logits(llama, cache, text())
@@ -379,6 +388,8 @@ def test_a_file_that_is_no_projection_is_refused(tmp_path, llama):
         ({"num_key_value_heads": 4}, "must be below the 4 key-value heads"),
         ({"method": "average"}, "`method` must be one of svd, mean"),
         ({"ranks": "best"}, "`ranks` must be one of solved, equal"),
+        ({"latent_share": 1.0}, "`latent_share` must be between 0 and 1, got 1.0"),
+        ({"latent_share": 0.5, "method": "mean"}, "`latent_share` must be None with method=.mean."),
         ({"windows": []}, "`windows` must be longer than"),
         ({"context_tokens": 96}, "`windows` must be longer than context_tokens=96"),
     ],
