@@ -6,7 +6,7 @@ M = E[q q]. Queries of a model are far from evenly spread, so an error along a q
 directions (see `feedback`). What is stored and how it is read doesn't change.
 
 A codec names its metric by file and layer and holds no tensor: metrics belong to a model, like weights, and are shared
-by all its caches. A pair of files is told apart by content, so a file may be moved.
+by all its caches. Files are told apart by content: one may be moved, and one that is written anew is another.
 
     layer.3    (kv_heads, head_dim, head_dim) float16, of mean diagonal 1, in the model's own channels
 """
@@ -58,12 +58,13 @@ class KeyMetric:
 
         Raises:
             FileNotFoundError: If the file is gone.
+            ValueError: If it was written anew since.
         """
-        return _factor(self.path, self.layer, rotate, str(device))
+        return _factor(self.path, self.digest, self.layer, rotate, str(device))
 
     def moment(self, rotate: bool, device: torch.device | str = "cpu") -> torch.Tensor:
         """Returns M of rotated or unrotated channels, damped, `(kv_heads, head_dim, head_dim)` float32."""
-        return _moment(self.path, self.layer, rotate, str(device))
+        return _moment(self.path, self.digest, self.layer, rotate, str(device))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, KeyMetric) and (self.digest, self.layer) == (other.digest, other.layer)
@@ -117,13 +118,18 @@ def metrics_origin(path: str | Path) -> dict[str, Any]:
         return json.loads((file.metadata() or {}).get("origin", "{}"))
 
 
-@lru_cache(maxsize=16)
 def _inspect(path: str) -> tuple[str, frozenset[int]]:
-    """Returns a digest of the matrices in a file and the layers that they belong to."""
-    from safetensors import safe_open
-
+    """Returns a digest of a file's matrices and the layers that they belong to; an unchanged file is read once."""
     if not Path(path).is_file():
         raise FileNotFoundError(f"`calibration` {path}: no such file; make one with `kvplus plan --calibrate`")
+    found = Path(path).stat()
+    return _read_names(path, found.st_mtime_ns, found.st_size)
+
+
+@lru_cache(maxsize=16)
+def _read_names(path: str, changed_ns: int, size: int) -> tuple[str, frozenset[int]]:
+    from safetensors import safe_open
+
     with safe_open(path, framework="pt") as file:
         layers = frozenset(int(name.partition(".")[2]) for name in file.keys())  # noqa: SIM118, not a dictionary
     # Without the header, which has its metadata in no fixed order.
@@ -132,9 +138,11 @@ def _inspect(path: str) -> tuple[str, frozenset[int]]:
 
 
 @lru_cache(maxsize=512)
-def _moment(path: str, layer: int, rotate: bool, device: str) -> torch.Tensor:
+def _moment(path: str, digest: str, layer: int, rotate: bool, device: str) -> torch.Tensor:
     from safetensors import safe_open
 
+    if _inspect(path)[0] != digest:
+        raise ValueError(f"`calibration` {path} was written anew since this cache was made; make a new cache")
     with safe_open(path, framework="pt") as file:
         moment = file.get_tensor(f"layer.{layer}").float()
     channels = moment.shape[-1]
@@ -146,6 +154,6 @@ def _moment(path: str, layer: int, rotate: bool, device: str) -> torch.Tensor:
 
 
 @lru_cache(maxsize=512)
-def _factor(path: str, layer: int, rotate: bool, device: str) -> torch.Tensor:
-    lower = torch.linalg.cholesky(_moment(path, layer, rotate, "cpu").double())
+def _factor(path: str, digest: str, layer: int, rotate: bool, device: str) -> torch.Tensor:
+    lower = torch.linalg.cholesky(_moment(path, digest, layer, rotate, "cpu").double())
     return (lower / lower.diagonal(dim1=-2, dim2=-1)[:, None, :]).transpose(-1, -2).float().contiguous().to(device)

@@ -1,4 +1,5 @@
 import copy
+import os
 
 import pytest
 import torch
@@ -101,3 +102,15 @@ def test_metrics_are_equal_by_content(tmp_path, metric, moment):
     assert copy.deepcopy(metric) is metric
     save_metrics(tmp_path / "other.safetensors", [None, 2 * moment + torch.eye(32)])
     assert KeyMetric(tmp_path / "other.safetensors", 1) != metric
+
+
+def test_a_file_that_is_written_anew_is_another_metric(metric, moment):
+    before = metric.factor(rotate=True)
+    save_metrics(metric.path, [None, 2 * moment + torch.eye(32)])
+    os.utime(metric.path, (1, 1))  # two writes may fall into one tick of the clock
+    again = KeyMetric(metric.path, 1)
+    assert again != metric
+    assert not torch.equal(again.factor(rotate=True), before)
+    assert torch.equal(metric.factor(rotate=True), before)
+    with pytest.raises(ValueError, match="was written anew since this cache was made; make a new cache"):
+        metric.moment(rotate=False)
