@@ -103,7 +103,7 @@ def convert_gqa(
     dtype: Dtype = "auto",
 ) -> None:
     """Write a checkpoint with fewer key-value heads, which plain transformers loads; heal it by distillation."""
-    from hf_kvplus.gqa.heal import Healing, heal, plot_curve
+    from hf_kvplus.gqa.heal import Healing, heal, join_processes, plot_curve, steps_done
 
     if text is None and (method != "mean" or heal_steps):
         raise ValueError(
@@ -111,10 +111,11 @@ def convert_gqa(
         )
     if text is not None:
         require_text(text)
-    healing = None
+    healing, first = None, True
     if heal_steps:
         healing = Healing(heal_steps, heal_batch, heal_rate, min(10, heal_steps), heal_weights)
-    console = Console(stderr=True)
+        first, device = join_processes(device)
+    console = Console(stderr=True, quiet=not first)
     original, tokenizer, _ = load_model(model, device, dtype)
     cut, where = cut_end(tokenizer, text, windows, window_tokens) if text else (None, {})
     facts: dict[str, Any] = {"model": model, "method": method, "num_key_value_heads": num_key_value_heads}
@@ -125,7 +126,8 @@ def convert_gqa(
     else:
         _require_unhealed(out)
         converted = _convert(console, original, num_key_value_heads, method, cut)
-        _save(converted, tokenizer, out, facts)
+        if first:
+            _save(converted, tokenizer, out, facts)
     if healing and text is not None:
         cut, where = cut_end(tokenizer, text, heal_windows, heal_window_tokens)
         folder = out / HEALING_FOLDER
@@ -136,11 +138,14 @@ def convert_gqa(
                 progress.update(task, completed=step, description=f"healing, KL {loss:.3f}")
 
             heal(converted, original, cut, healing, folder, stop_after=stop_after, advance=advance)
-        _save(converted, tokenizer, out, facts | {"healing": {"steps": heal_steps, **where}})
-        console.print(f"loss curve: {plot_curve(folder)}", soft_wrap=True)
+        if first:
+            healed = {"steps": steps_done(folder), "of_steps": heal_steps, **where}
+            _save(converted, tokenizer, out, facts | {"healing": healed})
+            console.print(f"loss curve: {plot_curve(folder)}", soft_wrap=True)
     heads = f"{converted.config.num_attention_heads} query heads"
     console.print(f"{out}: {converted.config.num_key_value_heads} key-value heads, {heads}", soft_wrap=True)
-    typer.echo(json.dumps({"checkpoint": str(out), **facts}))
+    if first:
+        typer.echo(json.dumps({"checkpoint": str(out), **facts}))
 
 
 def require_text(path: Path) -> None:
@@ -186,6 +191,8 @@ def cut_end(
         "text_sha256": hashlib.sha256(content.encode()).hexdigest(),
         "text_tokens": len(ids),
         "first_token": len(ids) - windows * window_tokens,
+        "windows": windows,
+        "window_tokens": window_tokens,
     }
     return [torch.tensor(ids[end - window_tokens : end]) for end in ends], facts
 
@@ -209,11 +216,13 @@ def _convert(
 
 
 def _holds(out: Path, facts: dict[str, Any]) -> bool:
-    """Tells whether a folder holds this very conversion, healed or not."""
+    """Tells whether a folder holds this very conversion, unhealed or with the healing that it is to go on from."""
     path = out / FACTS_FILE
     if not path.is_file():
         return False
     found = json.loads(path.read_text())
+    if "healing" in found and not (out / HEALING_FOLDER).exists():
+        return False  # its weights are healed, and another healing begins from those that aren't
     return all(found.get(name) == value for name, value in facts.items())
 
 

@@ -61,7 +61,7 @@ def plan(
     console = Console(stderr=True)
     loaded, tokenizer, _ = load_model(model, device, dtype)
     cut, facts = cut_end(tokenizer, text, windows, window_tokens)
-    facts |= {"windows": windows, "window_tokens": window_tokens, "chunk_tokens": chunk_tokens}
+    facts["chunk_tokens"] = chunk_tokens
     layers = text_config(loaded.config).num_hidden_layers
     with OnePass(loaded, chunk_tokens) as run, _progress(console) as progress:
         calibration = _calibrate(run, cut, out.with_suffix(".safetensors"), progress) if calibrate else None

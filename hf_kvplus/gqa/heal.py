@@ -14,7 +14,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
 TRAINED = ("attention", "all")
+# Where launchers tell how many processes they started.
+COUNTERS = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
 CURVE_FILE, STATE_FOLDER, STEP_FILE = "loss.jsonl", "state", "step.json"
 # Tokens whose divergence is computed at once, since logits of a large vocabulary take much memory.
 SLICE_TOKENS = 256
@@ -142,16 +144,51 @@ def heal(
     return accelerator.unwrap_model(model).eval().requires_grad_(True)
 
 
+def join_processes(device: str = "auto") -> tuple[bool, str]:
+    """Meets the processes that a launcher started for one healing, if there are others.
+
+    Args:
+        device: The device option of a command.
+
+    Returns:
+        Whether this is the first process, which writes and prints for all, and the device option of this one: of
+        several processes on GPUs each takes one of its own.
+
+    Raises:
+        ImportError: If accelerate isn't installed.
+        ValueError: If accelerate was asked for several processes and has started this one alone.
+    """
+    if _was_left_alone(os.environ):
+        raise ValueError(
+            "accelerate was asked for several processes on CPUs and started one, as it does without MPI; use "
+            "`torchrun --nproc_per_node N` in its place"
+        )
+    try:
+        from accelerate import PartialState
+    except ModuleNotFoundError as error:
+        raise ImportError('healing needs accelerate: pip install "hf_kvplus[eval]"') from error
+    # Without an accelerator, processes meet only if they are said to be on CPUs; else each would heal by itself.
+    state = PartialState(cpu=device == "cpu" or not torch.accelerator.is_available())
+    own = state.num_processes > 1 and device in ("auto", "cuda") and state.device.type == "cuda"
+    return state.is_main_process, str(state.device) if own else device
+
+
+def _was_left_alone(environment: Mapping[str, str]) -> bool:
+    """Whether accelerate (1.15) was asked for several processes on CPUs: else it gives a lone one no address."""
+    on_cpus = environment.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true")
+    told = any(name in environment for name in COUNTERS)
+    return on_cpus and "MASTER_PORT" in environment and not told
+
+
 def _make_accelerator() -> Accelerator:
     """Returns an accelerator.
 
     Raises:
         ImportError: If accelerate isn't installed.
     """
-    try:
-        from accelerate import Accelerator
-    except ModuleNotFoundError as error:
-        raise ImportError('healing needs accelerate: pip install "hf_kvplus[eval]"') from error
+    join_processes()
+    from accelerate import Accelerator
+
     return Accelerator()
 
 
@@ -190,6 +227,7 @@ class _Run:
         self.windows = f"{len(windows)} windows, SHA-256 {hashlib.sha256(tokens).hexdigest()[:16]}"
         if accelerator.is_main_process:
             folder.mkdir(parents=True, exist_ok=True)
+            self._finish_checkpoint()
         accelerator.wait_for_everyone()
 
     def indices(self, step: int, count: int) -> list[int]:
@@ -247,15 +285,35 @@ class _Run:
 
     def checkpoint(self, step: int) -> None:
         """Saves everything that going on needs; the checkpoint before stays until this one is complete."""
-        new, old = self.folder / f"{STATE_FOLDER}.new", self.folder / STATE_FOLDER
+        new, old, spent = self._folders()
         self.accelerator.save_state(str(new))
         # Each process writes the state of its own random numbers
         self.accelerator.wait_for_everyone()
         if self.accelerator.is_main_process:
             (new / STEP_FILE).write_text(json.dumps({"step": step, "settings": self.settings()}))
-            shutil.rmtree(old, ignore_errors=True)
+            shutil.rmtree(spent, ignore_errors=True)
+            if old.exists():
+                os.replace(old, spent)
             os.replace(new, old)
+            shutil.rmtree(spent, ignore_errors=True)
         self.accelerator.wait_for_everyone()
+
+    def _folders(self) -> tuple[Path, Path, Path]:
+        """Returns where a checkpoint is written, where it lies once it is complete, and where the one before goes."""
+        new, old, spent = (self.folder / f"{STATE_FOLDER}{end}" for end in (".new", "", ".old"))
+        return new, old, spent
+
+    def _finish_checkpoint(self) -> None:
+        """Puts a complete checkpoint into its place, where a run ended after the one before had left it."""
+        new, old, _ = self._folders()
+        if (new / STEP_FILE).is_file() and not old.exists():
+            os.replace(new, old)
+
+
+def steps_done(folder: str | Path) -> int:
+    """Returns the step after which the last checkpoint of a run was made, 0 without one."""
+    saved = Path(folder) / STATE_FOLDER / STEP_FILE
+    return int(json.loads(saved.read_text())["step"]) if saved.is_file() else 0
 
 
 def plot_curve(folder: str | Path) -> Path:

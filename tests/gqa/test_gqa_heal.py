@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -14,7 +19,7 @@ from typer.testing import CliRunner
 from checkpoints import save_tiny_checkpoint, write_words
 from hf_kvplus import GQAProjection, convert_to_gqa
 from hf_kvplus.cli import build_app
-from hf_kvplus.gqa.heal import CURVE_FILE, Healing, heal, plot_curve
+from hf_kvplus.gqa.heal import CURVE_FILE, STATE_FOLDER, Healing, heal, plot_curve, steps_done
 
 
 def curve(folder) -> list[dict]:
@@ -64,6 +69,18 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(pair, tmp_path):
     assert curve(tmp_path / "parts")[-1]["kl_nats"] == pytest.approx(
         curve(tmp_path / "whole")[-1]["kl_nats"], rel=1e-4
     )
+
+
+def test_a_run_that_ended_while_a_checkpoint_was_put_in_place_goes_on_from_it(pair, tmp_path):
+    healing = Healing(steps=4, warmup_steps=2)
+    heal(student(pair), pair[0], windows(5, 32), healing, tmp_path, stop_after=2)
+    # The one before is out of the way, the new one not yet in its place.
+    (tmp_path / STATE_FOLDER).rename(tmp_path / f"{STATE_FOLDER}.new")
+    seen = []
+    heal(student(pair), pair[0], windows(5, 32), healing, tmp_path, advance=lambda step, loss: seen.append(step))
+    assert seen == [3, 4]
+    assert steps_done(tmp_path) == 4
+    assert sorted(path.name for path in tmp_path.iterdir()) == [CURVE_FILE, STATE_FOLDER]
 
 
 def test_a_run_with_other_settings_is_refused(pair, tmp_path):
@@ -133,12 +150,81 @@ def test_the_command_converts_heals_and_goes_on(place):
     first = invoke("convert-gqa", "--num-key-value-heads", "1", "--out", out, *common, *heals, "--stop-after", "2")
     assert first.exit_code == 0, first.output
     assert len(curve(out / "healing")) == 2
+    told = json.loads((out / "kvplus-gqa.json").read_text())["healing"]
+    assert (told["steps"], told["of_steps"]) == (2, 4)
     second = invoke("convert-gqa", "--num-key-value-heads", "1", "--out", out, *common, *heals)
     assert second.exit_code == 0, second.output
     assert "going on" in second.output
     assert len(curve(out / "healing")) == 4
     assert AutoModelForCausalLM.from_pretrained(out).config.num_key_value_heads == 1
     assert json.loads((out / "kvplus-gqa.json").read_text())["healing"]["steps"] == 4
+
+
+def test_a_healing_that_was_deleted_isnt_begun_from_healed_weights(place):
+    """The error for other settings says to delete the folder; what is healed then must be the conversion itself."""
+    common = ["--model", place / "model", "--text", place / "text.txt", "--windows", "2", "--window-tokens", "64"]
+    command = ["convert-gqa", "--num-key-value-heads", "1", *common, "--heal-window-tokens", "32"]
+    command += ["--heal-windows", "8"]
+    assert invoke(*command, "--out", place / "again", "--heal-steps", "3").exit_code == 0
+    refused = invoke(*command, "--out", place / "again", "--heal-steps", "2")
+    assert "other settings (steps 3, now 2" in refused.stderr
+    shutil.rmtree(place / "again" / "healing")
+    assert invoke(*command, "--out", place / "again", "--heal-steps", "2").exit_code == 0
+    assert invoke(*command, "--out", place / "fresh", "--heal-steps", "2").exit_code == 0
+    again, fresh = (AutoModelForCausalLM.from_pretrained(place / name).state_dict() for name in ("again", "fresh"))
+    for name, weight in fresh.items():
+        torch.testing.assert_close(again[name], weight, msg=name)
+
+
+def test_other_windows_of_the_same_text_are_another_conversion(place):
+    """Two windows of 64 tokens and four of 32 begin at the same token."""
+    command = ["convert-gqa", "--num-key-value-heads", "1", "--model", place / "model", "--text", place / "text.txt"]
+    command += ["--out", place / "cut", "--heal-steps", "1", "--heal-window-tokens", "32", "--heal-windows", "4"]
+    assert invoke(*command, "--windows", "2", "--window-tokens", "64").exit_code == 0
+    again = invoke(*command, "--windows", "4", "--window-tokens", "32")
+    assert again.exit_code == 2
+    assert "holds the healing of another conversion" in again.stderr
+
+
+def test_two_processes_heal_as_one_does_with_twice_the_windows(place):
+    """Each sees windows of its own; gradients are shared, and the first alone writes and prints."""
+    common = ["--model", place / "model", "--text", place / "text.txt", "--windows", "2", "--window-tokens", "64"]
+    command = ["convert-gqa", "--num-key-value-heads", "1", *common, "--heal-steps", "4", "--heal-window-tokens", "32"]
+    command += ["--heal-windows", "8", "--heal-rate", "0.003"]
+    assert invoke(*command, "--out", place / "one", "--heal-batch", "2").exit_code == 0
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(port)]
+    (place / "program.py").write_text("from hf_kvplus.cli import main; main()")
+    done = subprocess.run(
+        [str(part) for part in (*launch, place / "program.py", *command, "--out", place / "two", "--device", "cpu")],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert sum(line.startswith("{") for line in done.stdout.splitlines()) == 1
+    ours, theirs = curve(place / "two" / "healing"), curve(place / "one" / "healing")
+    assert [row["step"] for row in ours] == [1, 2, 3, 4]
+    for one, other in zip(ours, theirs, strict=True):
+        assert one["kl_nats"] == pytest.approx(other["kl_nats"], rel=1e-3)
+    assert theirs[3]["kl_nats"] != pytest.approx(theirs[0]["kl_nats"], rel=1e-2)
+    assert AutoModelForCausalLM.from_pretrained(place / "two").config.num_key_value_heads == 1
+
+
+def test_a_process_that_accelerate_left_alone_is_told_of_it(place, monkeypatch):
+    """As `accelerate launch --cpu --num_processes 2` does without MPI; alone it would be another run."""
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "True")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    command = ["convert-gqa", "--num-key-value-heads", "1", "--model", place / "model", "--text", place / "text.txt"]
+    refused = invoke(*command, "--out", place / "alone", "--heal-steps", "1")
+    assert refused.exit_code == 2
+    assert "started one, as it does without MPI; use `torchrun --nproc_per_node N`" in refused.stderr
+    assert not (place / "alone").exists()
 
 
 def test_another_conversion_doesnt_go_on_from_the_healing_of_one(place):
