@@ -223,12 +223,21 @@ class PrefixCache:
 
         Raises:
             ValueError: As for `reuse_prefix`.
-            RuntimeError: As for `reuse_prefix`.
+            RuntimeError: As for `reuse_prefix`; or if nothing is kept of a cache of transformers' own, whose rows
+                can't be repeated then.
         """
         _check_ids(input_ids, "input_ids")
         twin = self.fork(input_ids.shape[0] if self.input_ids.shape[0] == 1 else 1)
         reused = reuse_prefix(twin.cache, input_ids, twin.input_ids, config=config)
-        if repeats != 1 and reused.kept_tokens:
+        if repeats == 1:
+            return twin.cache, reused
+        if reused.kept_tokens == 0 and not isinstance(twin.cache, KVPlusCache):
+            raise RuntimeError(
+                f"the cache has nothing in common with the prompt, and an emptied {type(twin.cache).__name__} keeps "
+                f"its rows, which can't become `repeats`={repeats} times as many; use a new cache and let the model "
+                "read the whole prompt"
+            )
+        if reused.kept_tokens:
             twin.cache.batch_repeat_interleave(repeats)
         return twin.cache, reused
 
@@ -245,7 +254,7 @@ def checked_length(cache: Cache) -> int:
 
     Raises:
         TypeError: If it isn't a cache of a decoder.
-        ValueError: If its layers disagree, or tokens are missing at the front of a layer that keeps all.
+        ValueError: If its layers disagree, or tokens that the next one sees are missing at the front of a layer.
     """
     if not isinstance(cache, Cache) or isinstance(cache, EncoderDecoderCache):
         raise TypeError(
@@ -261,10 +270,13 @@ def checked_length(cache: Cache) -> int:
             f"{lengths[shortest]}; tokens were removed by hand or a forward pass broke off. Use a new cache"
         )
     for index, layer in layers.items():
-        if isinstance(layer, KVLayer) and layer.is_initialized and not layer.is_sliding and layer.first_stored:
+        if not isinstance(layer, KVLayer) or not layer.is_initialized:
+            continue
+        visible = layer.policy.first_visible(layer.cumulative_length)
+        if layer.first_stored > visible:
             raise ValueError(
-                f"layer {index} of the cache has lost its first {layer.first_stored} tokens, though it keeps all; "
-                "they were removed by hand. Use a new cache"
+                f"layer {index} of the cache has lost its first {layer.first_stored} tokens, but the next one sees "
+                f"those from {visible} on; they were removed by hand. Use a new cache"
             )
     return next(iter(lengths.values()), 0)
 

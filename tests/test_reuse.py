@@ -151,6 +151,21 @@ def test_beams_and_several_sequences(llama, strategy):
     assert sampled.shape[0] == 4
 
 
+@pytest.mark.parametrize("strategy", ["dynamic", "fp", "int4"])
+def test_beams_of_a_prompt_with_nothing_in_common(llama, strategy):
+    ids = tokens(1, 60)
+    prefix, other = prefixed(llama, strategy, ids), ids % 127 + 1
+    if strategy == "dynamic":  # emptied, it would still have one row
+        with pytest.raises(RuntimeError, match="an emptied DynamicCache keeps its rows"):
+            prefix.reuse(other, repeats=3)
+        return
+    cache, reused = prefix.reuse(other, repeats=3)
+    assert reused.kept_tokens == 0
+    got = generate(llama, other, cache, num_beams=3, num_return_sequences=3)
+    fresh = build_cache(strategy, llama.config)
+    assert torch.equal(got, generate(llama, other, fresh, num_beams=3, num_return_sequences=3))
+
+
 def test_one_row_is_repeated_for_several_prompts(llama):
     ids = tokens(1, 90)
     prompts = torch.cat([ids.repeat(3, 1), tokens(3, 4)], dim=1)
@@ -294,6 +309,46 @@ def test_a_window_that_has_moved_on_cannot_go_back(strategy):
     cache, reused = prefix.reuse(fresh)
     assert reused.kept_tokens == 0
     assert torch.equal(generate(model, fresh, cache), generate(model, fresh))
+
+
+WINDOWS = [
+    "window:40,sinks=4",
+    "window:40,sinks=4,positions=shifted",
+    "window:40,sinks=4,rollback=30",
+    "window:150,sinks=4+int8,recent=16",
+]
+
+
+@pytest.mark.parametrize("strategy", WINDOWS)
+def test_a_window_with_sinks_that_has_moved_on_is_reused(llama, strategy):
+    """It has dropped tokens by itself; none that the next one sees."""
+    ids = tokens(1, 300)
+    prefix = prefixed(llama, strategy, ids)
+    assert all(layer.first_stored for layer in prefix.cache.layers)
+    longer = torch.cat([ids, tokens(1, 5)], dim=1)
+    cache, reused = prefix.reuse(longer)
+    assert reused.kept_tokens == 300
+    expected = generate(llama, longer, prefixed(llama, strategy, ids).cache)
+    assert torch.equal(generate(llama, longer, cache), expected)
+    # A conversation that is kept by its ids, as in examples/chat.py.
+    assert reuse_prefix(cache, torch.cat([expected, tokens(1, 3)], dim=1), expected).kept_tokens == 312
+    parting = torch.cat([ids[:, :100], tokens(1, 20)], dim=1)
+    with pytest.raises(RuntimeError, match="can't go back: a window has dropped"):
+        prefix.reuse(parting)
+    fresh = ids % 127 + 1
+    cache, reused = prefix.reuse(fresh)
+    assert reused.kept_tokens == 0
+    assert torch.equal(generate(llama, fresh, cache), generate(llama, fresh, build_cache(strategy, llama.config)))
+
+
+@pytest.mark.parametrize("strategy", ["window:40,sinks=4", "window:40,sinks=4,rollback=30"])
+def test_tokens_that_a_window_still_needs_were_taken_by_hand(llama, strategy):
+    ids = tokens(1, 100)
+    cache = prefixed(llama, strategy, ids).cache
+    for layer in cache.layers:
+        layer.recent.drop_front(35)
+    with pytest.raises(ValueError, match="has lost its first .* but the next one sees those from 61 on"):
+        reuse_prefix(cache, ids, ids)
 
 
 def test_a_recurrent_state_cannot_go_back():
