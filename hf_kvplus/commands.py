@@ -18,7 +18,7 @@ from rich.table import Table
 from transformers import TextStreamer
 
 from hf_kvplus import available_strategies, build_cache, estimate_memory, measure_memory
-from hf_kvplus.compat import cache_keyword, layer_types_and_options
+from hf_kvplus.compat import cache_keyword
 from hf_kvplus.live import LiveView, MemoryRecorder
 from hf_kvplus.loading import ALIASES, load_config, load_model
 from hf_kvplus.strategies.build import find_strategy
@@ -26,13 +26,13 @@ from hf_kvplus.strategies.grammar import parse
 from hf_kvplus.units import MISSING, format_bytes, format_number
 
 if TYPE_CHECKING:
-    from transformers import Cache, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
-FULL_LAYER_TYPES = ("full_attention", "indexed_attention", "hybrid")
 REPORTED_PACKAGES = ("hf_kvplus", "torch", "transformers", "accelerate", "huggingface-hub")
 EXTRAS = {
     "cpu": ("numba",),
     "eval": ("accelerate", "datasets", "evaluate", "matplotlib", "rich", "typer"),
+    "disk": ("xxhash",),
     "gguf": ("gguf",),
     "peers": ("optimum.quanto", "hqq"),
 }
@@ -148,34 +148,8 @@ def check_strategy(strategy: str) -> None:
         find_strategy(part.name)
 
 
-def full_cache_bytes(config: PreTrainedConfig, tokens: int, bytes_per_element: int) -> int:
-    """Returns the bytes that keys and values of one sequence take in transformers' own cache, by arithmetic.
-
-    Layers with a window of their own keep one token less than the window; layers without keys and values keep none.
-
-    Args:
-        config: The model's config.
-        tokens: Tokens in the cache.
-        bytes_per_element: Bytes of one number.
-
-    Returns:
-        The bytes of all layers.
-    """
-    text_config = config.get_text_config(decoder=True)
-    kept_tokens = 0
-    for layer_type, options in zip(*layer_types_and_options(text_config), strict=True):
-        if "sliding_window" in options:
-            kept_tokens += min(tokens, options["sliding_window"] - 1)
-        elif layer_type in FULL_LAYER_TYPES:
-            kept_tokens += tokens
-    heads = text_config.num_attention_heads
-    head_dim = getattr(text_config, "head_dim", None) or text_config.hidden_size // heads
-    kv_heads = getattr(text_config, "num_key_value_heads", None) or heads
-    return 2 * kept_tokens * kv_heads * head_dim * bytes_per_element
-
-
 def _full_bytes(model: PreTrainedModel, tokens: int) -> int:
-    """Returns the bytes of transformers' own cache after so many tokens of a model."""
+    """Returns the bytes of transformers' own cache after so many tokens of a model, each layer by its own rule."""
     return estimate_memory(model.config, tokens, dtype=model.dtype).cache_bytes
 
 
@@ -196,7 +170,7 @@ def _cache_line(cache: Cache, strategy: str, model: PreTrainedModel) -> str:
     """Tells what the cache took against the full one."""
     memory = measure_memory(cache)
     tokens = int(cache.get_seq_length())
-    full_bytes = full_cache_bytes(model.config, tokens, model.dtype.itemsize)
+    full_bytes = _full_bytes(model, tokens)
     share = 100 * memory.total_bytes / full_bytes
     return (
         f"cache: {format_bytes(memory.total_bytes)} with {strategy}, {format_bytes(full_bytes)} unquantized "

@@ -1,15 +1,18 @@
+import importlib.metadata
+import re
 import subprocess
 import sys
 
 import pytest
 import torch
-from transformers import DynamicCache, Gemma3TextConfig
+import transformers
+from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from checkpoints import one_thread, save_tiny_checkpoint
+from checkpoints import WORDS, one_thread, save_tiny_checkpoint
 from hf_kvplus import available_strategies
 from hf_kvplus.cli import build_app
-from hf_kvplus.commands import full_cache_bytes
+from hf_kvplus.commands import EXTRAS
 
 
 @pytest.fixture(scope="module")
@@ -72,24 +75,48 @@ def test_an_empty_prompt_is_refused(checkpoint):
     assert "`prompt`" in result.stderr
 
 
-@pytest.mark.parametrize("tokens", [5, 8, 40])
-def test_the_full_cache_is_what_transformers_own_cache_holds(tokens):
-    config = Gemma3TextConfig(
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=4,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        vocab_size=16,
-        sliding_window=8,
-        layer_types=["sliding_attention", "full_attention"] * 2,
-    )
-    cache = DynamicCache(config=config)
-    for layer in range(4):
-        cache.update(torch.zeros(1, 1, tokens, 8), torch.zeros(1, 1, tokens, 8), layer)
-    held = sum(states[..., 0].numel() * 8 for layer in cache.layers for states in (layer.keys, layer.values))
-    assert full_cache_bytes(config, tokens, bytes_per_element=2) == 2 * held
+COMMON = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": len(WORDS),
+    "eos_token_id": None,
+}
+MODELS = {
+    "Gemma3Text": {
+        "num_hidden_layers": 4,
+        "num_key_value_heads": 1,
+        "intermediate_size": 32,
+        "head_dim": 8,
+        "sliding_window": 8,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    },
+    "Falcon": {"multi_query": True, "alibi": False},
+    "DeepseekV3": {
+        "num_key_value_heads": 4,
+        "intermediate_size": 32,
+        "kv_lora_rank": 16,
+        "q_lora_rank": 24,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 16,
+        "v_head_dim": 12,
+        "first_k_dense_replace": 2,
+    },
+    "Lfm2": {"num_key_value_heads": 2, "layer_types": ["conv", "full_attention"], "block_ff_dim": 32},
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_full_cache_is_what_transformers_own_cache_holds(name, tmp_path):
+    """Windows, one KV head, latent attention, convolutions: each layer by its own rule."""
+    save_tiny_checkpoint(tmp_path)  # for its tokenizer
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**{**COMMON, **MODELS[name]})
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    arguments = ["--model", str(tmp_path), "--prompt", "w1 w2 w3 w4", "--max-new-tokens", "20"]
+    result = run("generate", *arguments, "--strategy", "dynamic")
+    assert result.exit_code == 0, result.stderr
+    assert "unquantized (100.0 %), 23 tokens" in result.stdout
 
 
 def test_chat_without_a_template_is_refused(checkpoint):
@@ -104,6 +131,13 @@ def test_doctor_tells_versions_and_what_each_layer_would_get(checkpoint):
     assert "transformers" in result.stdout
     assert "layer 0" in result.stdout
     assert "layer 1" in result.stdout
+
+
+def test_doctor_tells_every_extra_that_the_package_has():
+    result = run("doctor")
+    told = re.findall(r"\[(\w+)\] +│ +(?:complete|missing)", result.stdout)
+    offered = set(importlib.metadata.metadata("hf_kvplus").get_all("Provides-Extra"))
+    assert set(told) == set(EXTRAS) == offered - {"all", "dev"}
 
 
 def test_a_model_that_is_nowhere_is_status_2():
