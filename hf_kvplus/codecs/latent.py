@@ -25,7 +25,7 @@ class LatentCodec(Codec):
         projection: From heads to latents and back.
 
     Raises:
-        ValueError: If `inner` has blocks of another length or can't take so many latents.
+        ValueError: If `inner` can't take so many latents, or is calibrated for the heads.
     """
 
     inner: Codec
@@ -35,6 +35,11 @@ class LatentCodec(Codec):
         object.__setattr__(self, "block_tokens", inner.block_tokens)
         object.__setattr__(self, "inner", inner)
         object.__setattr__(self, "projection", projection)
+        if getattr(inner, "metric", None) is not None:
+            raise ValueError(
+                "`calibration` is for the model's own heads, and `gqa` stores latents in place of them; leave one of "
+                "the two out (`kvplus plan` without --calibrate makes a plan without)"
+            )
         inner.check(projection.latents)
 
     def encode(self, states: torch.Tensor, valid: torch.Tensor | None = None) -> Packed:

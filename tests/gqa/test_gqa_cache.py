@@ -27,7 +27,10 @@ from hf_kvplus import (
 )
 from hf_kvplus.cli import build_app
 from hf_kvplus.codecs.latent import LatentCodec
+from hf_kvplus.codecs.metric import save_metrics
 from hf_kvplus.compat import cache_keyword
+from hf_kvplus.layer_plan import LayerPlan
+from hf_kvplus.recipes import Quantization
 from kvplus_eval.runner import make_cache
 
 KINDS = ("rope", "partial", "none")
@@ -301,6 +304,20 @@ def test_the_folder_of_the_checkpoint_is_looked_in(llama, path, tmp_path):
 def test_a_wrong_string_gets_one_clear_error(llama, path, strategy, error, message):
     with pytest.raises(error, match=message):
         build_cache(strategy.format(path=path), llama.config)
+
+
+def test_a_calibration_of_the_heads_is_refused_for_latents(llama, path, tmp_path):
+    """Before anything is stored, as is a calibrated plan; an uncalibrated one is joined."""
+    queries = [torch.eye(16).expand(4, 16, 16)] * 2
+    save_metrics(tmp_path / "metrics.safetensors", queries)
+    calibration = str(tmp_path / "metrics.safetensors")
+    with pytest.raises(ValueError, match="`calibration` is for the model's own heads, and `gqa` stores latents"):
+        build_cache(f"gqa:2,projection={path}+int3,calibration={calibration}", llama.config)
+    for name, found in (("with", calibration), ("without", None)):
+        LayerPlan((Quantization(3, 3, calibration=found),) * 2).save(tmp_path / f"{name}.json")
+    with pytest.raises(ValueError, match="leave one of the two out"):
+        build_cache(f"gqa:2,projection={path}+plan:{tmp_path / 'with.json'}", llama.config)
+    logits(llama, build_cache(f"gqa:2,projection={path}+plan:{tmp_path / 'without.json'}", llama.config), text())
 
 
 def test_another_model_is_refused(path):
