@@ -1,9 +1,10 @@
 """Loss on the text that recipes were tuned on beside loss on text that they weren't: `python -m kvplus_eval.heldout`.
 
-The recipes of this package were tuned on the first 8 windows of the text; any other window is held out. Both are
-measured in one pass a window, which equals a pass in chunks through a real cache (`hf_kvplus.plans.onepass`). Each
-strategy's figures of each window are a row, appended as soon as they are known; a run that was stopped goes on where
-it was, and the page is made from rows alone. Windows of both sets come in turns, so an early stop leaves some of each.
+The recipes of this package were tuned within the first 16,384 tokens of the text, 8 windows of 2048; windows behind
+them are held out, and a plan that was found on them is refused. Both sets are measured in one pass a window, which
+equals a pass in chunks through a real cache (`hf_kvplus.plans.onepass`). Each strategy's figures of each window are a
+row, appended as soon as they are known; a run that was stopped goes on where it was, and the page is made from rows
+alone. Windows of both sets come in turns, so an early stop leaves some of each.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from hf_kvplus import build_cache
+from hf_kvplus.layer_plan import load_plan
 from hf_kvplus.loading import load_model
 from hf_kvplus.plans.onepass import OnePass
 from hf_kvplus.report import markdown_table
@@ -33,14 +35,15 @@ from kvplus_eval.protocol import choose_strategies
 from kvplus_eval.results import read_rows, run_facts
 
 SCHEMA = "kvplus-heldout/3"
-TUNED_WINDOWS = 8
+TUNED_TOKENS = 8 * 2048
 TUNED, HELD_OUT = "tuned", "held out"
 PROTOCOL = ("text", "sha256", "window_tokens", "chunk_tokens", "stride")
 
 PAGE_HEAD = f"""# Text that the recipes weren't tuned on
 
-Made by `python -m kvplus_eval.heldout`; don't edit. The recipes were tuned on windows 0 to {TUNED_WINDOWS - 1};
-nothing was tuned, planned or calibrated on the held-out ones. *KL* is the mean divergence to the full cache in nats,
+Made by `python -m kvplus_eval.heldout`; don't edit. The recipes were tuned within the first {TUNED_TOKENS:,}
+tokens of the text. Held-out windows lie behind those and before the text that plans were found on; what was seen of
+one of them all the same, [the log](log/recipes.md) tells. *KL* is the mean divergence to the full cache in nats,
 *perplexity* its change; in parentheses 95 % over pieces of {PIECE_POSITIONS} compared positions. Behind them KL by
 window, in thousandths.
 """
@@ -60,10 +63,16 @@ def heldout(
 ) -> None:
     """Measure strategies on tuned and on held-out windows."""
     sets = {TUNED: _range("tuned", tuned), HELD_OUT: _range("others", others)}
-    if set(sets[TUNED]) & set(sets[HELD_OUT]) or min(sets[HELD_OUT]) < TUNED_WINDOWS:
-        raise ValueError(f"`others` must begin at window {TUNED_WINDOWS} or later, got {others!r}")
+    first = math.ceil(TUNED_TOKENS / window_tokens)
+    if set(sets[TUNED]) & set(sets[HELD_OUT]) or min(sets[HELD_OUT]) < first:
+        raise ValueError(
+            f"`others` must begin at window {first} of {window_tokens} tokens or later, behind the {TUNED_TOKENS} "
+            f"tokens that recipes were tuned on, got {others!r}"
+        )
     names = choose_strategies(strategies)
     chosen = load_text(text)
+    for name in names:
+        require_unseen(name, chosen.sha256, (max(sets[HELD_OUT]) + 1) * window_tokens)
     loaded, tokenizer, source = load_model(model)
     cut = cut_windows(chosen, tokenizer, windows=max(map(max, sets.values())) + 1, window_tokens=window_tokens)
     facts = {
@@ -100,6 +109,27 @@ def heldout(
     if page is not None:
         page.write_text(write_page(every), encoding="utf-8")
     typer.echo(json.dumps({"rows": str(rows), "strategies": names}))
+
+
+def require_unseen(strategy: str, sha256: str, tokens: int) -> None:
+    """Refuses a plan that was found on the text that it is to be measured on.
+
+    Args:
+        strategy: A strategy string; a plan is asked for where it was found, as far as it tells.
+        sha256: Names the text.
+        tokens: How many of its first tokens are measured.
+
+    Raises:
+        ValueError: If the plan was found on some of them.
+    """
+    path = _plan_path(strategy)
+    facts = load_plan(path).facts if path else {}
+    first = facts.get("first_token")
+    if first is not None and facts.get("text_sha256") == sha256 and first < tokens:
+        raise ValueError(
+            f"strategy `{strategy}`: the plan was found on this text from token {first} on, and `others` reach to "
+            f"{tokens}; give earlier windows, or a plan found on other text"
+        )
 
 
 def in_turns(sets: dict[str, Sequence[int]]) -> list[tuple[str, int]]:
@@ -195,10 +225,15 @@ def _key(row: dict[str, Any]) -> tuple[Any, ...]:
     return *_protocol(row), row["strategy"], row["plan_sha256"], row["window"]
 
 
+def _plan_path(strategy: str) -> Path | None:
+    """Returns the file of a strategy's plan."""
+    return Path(strategy.removeprefix("plan:").partition("+")[0]) if strategy.startswith("plan:") else None
+
+
 def _plan_digest(strategy: str) -> str | None:
     """Returns the digest of a plan's file, so that another plan under the same name is measured anew."""
-    path = Path(strategy.removeprefix("plan:").partition("+")[0])
-    return hashlib.sha256(path.read_bytes()).hexdigest()[:16] if strategy.startswith("plan:") else None
+    path = _plan_path(strategy)
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16] if path else None
 
 
 def _range(name: str, text: str) -> list[int]:

@@ -1,3 +1,4 @@
+import hashlib
 import json
 
 import pytest
@@ -22,8 +23,8 @@ def app():
 def options(tmp_path):
     """Options of a small measurement, but for the strategies."""
     save_tiny_checkpoint(tmp_path / "model")
-    write_words(tmp_path / "text.txt", 2600)
-    options = ["--model", tmp_path / "model", "--text", tmp_path / "text.txt", "--tuned", "0", "--others", "8-9"]
+    write_words(tmp_path / "text.txt", 17000)
+    options = ["--model", tmp_path / "model", "--text", tmp_path / "text.txt", "--tuned", "0", "--others", "64-65"]
     options += ["--window-tokens", "256", "--rows", tmp_path / "rows.jsonl", "--page", tmp_path / "page.md"]
     return [str(option) for option in options]
 
@@ -34,13 +35,13 @@ def test_both_sets_are_measured_apart_in_turns(tmp_path, app, options):
     rows = read_rows(tmp_path / "rows.jsonl", SCHEMA)
     assert [(row["strategy"], row["set"], row["window"]) for row in rows] == [
         (strategy, *window)
-        for window in (("tuned", 0), ("held out", 8), ("held out", 9))
+        for window in (("tuned", 0), ("held out", 64), ("held out", 65))
         for strategy in ("int4", "int2")
     ]
     assert rows[0]["kl"] != rows[2]["kl"]
     assert 0 < rows[2]["kl"] < rows[3]["kl"]
     together = summarize_windows([row for row in rows if row["strategy"] == "int4" and row["set"] == "held out"])
-    assert together["windows"] == [8, 9]
+    assert together["windows"] == [64, 65]
     assert together["kl"] == pytest.approx((rows[2]["kl"] + rows[4]["kl"]) / 2)
     assert together["kl_low"] < together["kl"] < together["kl_high"]
     assert together["perplexity_low_percent"] < together["perplexity_percent"] < together["perplexity_high_percent"]
@@ -72,8 +73,30 @@ def test_rows_of_another_schema_are_refused(tmp_path):
         read_rows(tmp_path / "rows.jsonl", SCHEMA)
 
 
-@pytest.mark.parametrize("others", ["7-9", "0-3", "x"])
-def test_windows_that_were_tuned_on_aren_t_held_out(app, others):
-    result = CliRunner().invoke(app, ["--text", "pydoc-topics", "--others", others])
+@pytest.mark.parametrize(
+    ("others", "tokens"), [("7-9", 2048), ("0-3", 2048), ("x", 2048), ("8-11", 1024), ("3", 4096)]
+)
+def test_windows_that_were_tuned_on_aren_t_held_out(app, others, tokens):
+    """However long windows are: what was tuned on is so many tokens."""
+    options = ["--text", "pydoc-topics", "--tuned", "0", "--others", others, "--window-tokens", str(tokens)]
+    result = CliRunner().invoke(app, options)
     assert isinstance(result.exception, ValueError)
     assert "`others` must" in str(result.exception)
+    if tokens != 2048:
+        assert f"must begin at window {16384 // tokens} of {tokens} tokens" in str(result.exception)
+
+
+def test_a_plan_that_was_found_on_held_out_text_is_refused(tmp_path, app, options):
+    """Another text, or a later part of this one, is none of the page's business."""
+    sha256 = hashlib.sha256((tmp_path / "text.txt").read_bytes()).hexdigest()
+    path = tmp_path / "plan.json"
+
+    def run(**facts):
+        LayerPlan((Quantization(4, 4),) * 2, facts=facts).save(path)
+        return CliRunner().invoke(app, [*options, "--strategies", f"plan:{path}"])
+
+    refused = run(first_token=16895, text_sha256=sha256)
+    assert isinstance(refused.exception, ValueError)
+    assert "was found on this text from token 16895 on, and `others` reach to 16896" in str(refused.exception)
+    assert run(first_token=16896, text_sha256=sha256).exit_code == 0
+    assert run(first_token=0, text_sha256="another").exit_code == 0
