@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -31,6 +31,7 @@ from hf_kvplus.recipes import Quantization
 from kvplus_eval.data import cut_windows, load_text
 from kvplus_eval.metrics.perplexity import paired_interval
 from kvplus_eval.results import append_rows, git_commit, library_versions, read_rows
+from kvplus_eval.without_offsets import WithoutOffsets
 
 SCHEMA = "kvplus-ablation/2"
 RECIPE = "recipe"
@@ -55,12 +56,14 @@ class Variant:
         quantization: Changes of the options of `Quantization`.
         codec: Changes of the options of both codecs.
         widths: Widths at which it differs from the recipe.
+        kind: What both codecs are.
     """
 
     name: str
     quantization: dict[str, Any]
     codec: Callable[[DualScaleCodec], dict[str, Any]]
     widths: tuple[int, ...] = (8, 4, 3, 2)
+    kind: type[DualScaleCodec] = DualScaleCodec
 
 
 def _same(codec: DualScaleCodec) -> dict[str, Any]:
@@ -73,8 +76,9 @@ VARIANTS = (
     Variant("no rotation", {}, lambda codec: {"rotate": False}),
     Variant("no token scales", {}, lambda codec: {"iterations": 0, "correct_tokens": False}, NARROW),
     Variant("no correction of token scales", {}, lambda codec: {"correct_tokens": False}, NARROW),
+    Variant("no offsets of channels", {}, _same, kind=WithoutOffsets),
     Variant("one clip", {}, lambda codec: {"clips": 1}, (3,)),
-    Variant("three clips", {}, lambda codec: {"clips": 3}, (2,)),
+    Variant("three clips", {}, lambda codec: {"clips": 3}, (4, 2)),
     Variant("no least squares", {}, lambda codec: {"clips": 1, "refinements": 0}, NARROW),
     Variant(
         "the other levels",
@@ -110,7 +114,8 @@ def variant_cache(config: Any, nbits: int, variant: Variant, calibration: str | 
                     changed = variant.codec(codec)
                     if name == "values":
                         changed.pop("correct_tokens", None)
-                    layer.codecs[name] = replace(codec, **changed)
+                    options = {field.name: getattr(codec, field.name) for field in fields(codec)}
+                    layer.codecs[name] = variant.kind(**{**options, **changed})
     return cache
 
 

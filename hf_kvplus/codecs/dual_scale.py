@@ -144,7 +144,7 @@ class DualScaleCodec(Codec):
             token_codes = to_log_scale(_balance(normal, weight, self.iterations), TOKEN_STEPS)
             token_scale = from_log_scale(token_codes, TOKEN_STEPS)
             normal = normal / token_scale
-        mean, scale = self._fit(normal, weight)
+        mean, scale = self.fit_channels(normal, weight)
         if self.metric is not None:
             # A first pass tells how far corrected states reach, to which offsets and steps are fitted.
             first, target = self._feedback(self.metric, normal, *_stored_as(mean, scale))
@@ -174,7 +174,7 @@ class DualScaleCodec(Codec):
         nearest = partial(nearest_codes, nbits=self.nbits, kind=self.levels)
         return round_with_feedback(normal, mean, scale, factor, nearest, self.level_table(normal.device))
 
-    def _fit(self, normal: torch.Tensor, weight: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def fit_channels(self, normal: torch.Tensor, weight: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the offset and the step of each channel, both `(..., 1, channels)`."""
         low, high = _range(normal, weight)
         _, _, middle = _round_mean((low + high) / 2)

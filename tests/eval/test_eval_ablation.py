@@ -1,4 +1,5 @@
 import json
+from dataclasses import fields
 
 import pytest
 import torch
@@ -6,6 +7,8 @@ from typer.testing import CliRunner
 
 from checkpoints import save_tiny_checkpoint, write_words
 from conftest import tiny_llama_config
+from hf_kvplus.codecs.metric import KeyMetric, save_metrics
+from hf_kvplus.recipes import Quantization
 from kvplus_eval.ablation import (
     RECIPE,
     SCHEMA,
@@ -18,6 +21,7 @@ from kvplus_eval.ablation import (
 )
 from kvplus_eval.ablation import variant_cache as build
 from kvplus_eval.results import read_rows
+from kvplus_eval.without_offsets import WithoutOffsets
 
 
 @pytest.fixture
@@ -86,3 +90,40 @@ def test_rows_of_another_schema_are_refused(tmp_path):
     (tmp_path / "rows.jsonl").write_text(json.dumps({"schema": "other"}) + "\n")
     with pytest.raises(ValueError, match="schema 'other', this version reads"):
         read_rows(tmp_path / "rows.jsonl", SCHEMA)
+
+
+def error(codec, states, valid=None):
+    out = torch.empty_like(states)
+    codec.decode(codec.encode(states, valid), states.shape[-1], out)
+    return float((out - states).square().mean())
+
+
+@pytest.mark.parametrize("nbits", [2, 3, 4, 8])
+def test_offsets_are_worth_nothing_around_zero_and_much_far_from_it(nbits):
+    plain = torch.randn(1, 2, 8, 48, 64, generator=torch.Generator().manual_seed(0))
+    biased = plain + 100 * (torch.arange(64) == 7)
+    codecs = Quantization(nbits, nbits, group_size=48).codecs()
+    for codec in codecs:
+        without = WithoutOffsets(**{field.name: getattr(codec, field.name) for field in fields(codec)})
+        assert 0.8 * error(codec, plain) < error(without, plain) < 1.5 * error(codec, plain)
+        assert error(without, biased) > 5 * error(codec, biased)
+        packed = without.encode(biased)
+        assert not packed["mean"].any()
+        assert without.bits_per_element(64) == codec.bits_per_element(64)
+
+
+def test_padding_has_no_influence_without_offsets_either():
+    codec = WithoutOffsets(block_tokens=48, nbits=3, clips=3, correct_tokens=True)
+    states, valid = torch.randn(1, 1, 1, 48, 32), torch.ones(1, 1, 48, dtype=torch.bool)
+    valid[0, 0, :20] = False
+    louder = states.clone()
+    louder[:, :, 0, :20] = 1000.0
+    found, expected = codec.encode(louder, valid), codec.encode(states, valid)
+    # Invalid tokens are zeros to the codec, so every byte is the same.
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_a_metric_has_offsets(tmp_path):
+    save_metrics(tmp_path / "metrics.safetensors", [torch.eye(32).expand(1, 32, 32)])
+    with pytest.raises(ValueError, match="`metric` must be None where offsets are left out"):
+        WithoutOffsets(metric=KeyMetric(tmp_path / "metrics.safetensors", 0))
