@@ -124,13 +124,17 @@ def attention_flops(config: PretrainedConfig, context_tokens: int) -> int:
 
 
 def _attention_flops(config: PretrainedConfig, visible_tokens: Sequence[int]) -> int:
-    """Returns the operations of one query's attention, told how many tokens it sees in each layer."""
-    layers = profile_model(config).layers
+    """Returns the operations of one query's attention, told how many tokens it sees in each layer.
+
+    After the decoder's layers those may follow in which it reads an encoder's states.
+    """
+    profile = profile_model(config)
+    layers = (profile.layers + profile.cross_layers)[: len(visible_tokens)]
     configs = layer_configs(text_config(config))
-    configs = configs * len(layers) if len(configs) == 1 else configs
     total = 0
-    for layer_config, states, tokens in zip(configs, layers, visible_tokens, strict=True):
+    for index, (states, tokens) in enumerate(zip(layers, visible_tokens, strict=True)):
         if states.keys is not None and states.values is not None:
+            layer_config = configs[index % len(configs)]
             heads = getattr(layer_config, "num_attention_heads", None) or states.keys.shape[0]
             total += 2 * heads * (states.keys.shape[1] + states.values.shape[1]) * tokens
     return total
@@ -165,10 +169,10 @@ def decode_cost(config: PretrainedConfig, estimate: MemoryEstimate, device: Devi
         device: The device.
 
     Returns:
-        The cost of one step for all rows of the batch.
+        The cost of one step for all rows of the batch, of one of the devices that share each layer's heads.
     """
     active = profile_model(config).active_parameters
-    visible = [layer.visible_tokens for layer in estimate.layers[: estimate.decoder_layers]]
-    per_row = 2 * active + _attention_flops(config, visible)
-    weight_bytes = active * estimate.dtype.itemsize
-    return DecodeCost(estimate.batch_size * per_row, weight_bytes, estimate.cache_bytes, device)
+    per_row = 2 * active + _attention_flops(config, [layer.visible_tokens for layer in estimate.layers])
+    flops = estimate.batch_size * per_row // estimate.tensor_parallel
+    weight_bytes = active * estimate.dtype.itemsize // estimate.tensor_parallel
+    return DecodeCost(flops, weight_bytes, estimate.cache_bytes, device)

@@ -73,7 +73,8 @@ class ModelProfile:
         cross_layers: What each decoder layer stores of the encoder's; empty without an encoder.
         encoder_tokens: Tokens of the encoder where the model fixes them, else `None`.
         parameters: Number of weights.
-        active_parameters: Weights that one token is multiplied with: no embeddings, of experts the chosen ones.
+        active_parameters: Weights that one decoded token is multiplied with: no embeddings, of experts the chosen
+            ones; no encoder, nor what makes keys and values of its states, nor towers for images and sounds.
     """
 
     layers: tuple[LayerStates, ...]
@@ -138,7 +139,7 @@ def _profile(keyed: _Keyed) -> ModelProfile:
     with _quiet():
         try:
             model = _build(config)
-            own, cross = _run(model, config)
+            own, cross, readers = _run(model, config)
         except PROBE_ERRORS as error:
             raise ValueError(
                 f"a model of type {config.model_type!r} with this `config` can't be run without memory "
@@ -150,7 +151,7 @@ def _profile(keyed: _Keyed) -> ModelProfile:
         cross_layers=tuple(_layer_states(layer) for layer in cross),
         encoder_tokens=cross[0].keys.shape[2] if cross and model.main_input_name == "input_features" else None,
         parameters=parameters,
-        active_parameters=_active_parameters(model),
+        active_parameters=_active_parameters(model, _idle_weights(model, config, readers)),
     )
 
 
@@ -183,8 +184,8 @@ def _build(config: PretrainedConfig) -> PreTrainedModel:
     )
 
 
-def _run(model: PreTrainedModel, config: PretrainedConfig) -> tuple[list[Any], list[Any]]:
-    """Runs two tokens; returns the cache's layers, and those of the encoder's half.
+def _run(model: PreTrainedModel, config: PretrainedConfig) -> tuple[list[Any], list[Any], set[int]]:
+    """Runs two tokens; returns the cache's layers, those of the encoder's half, and the weights that filled these.
 
     Raises:
         ValueError: If the model takes something else than tokens or audio.
@@ -201,6 +202,7 @@ def _run(model: PreTrainedModel, config: PretrainedConfig) -> tuple[list[Any], l
     elif encoder_decoder:
         arguments["input_ids"] = torch.zeros(1, ENCODER_PROBE_TOKENS, dtype=torch.long, device="meta")
     twins = _skip_twins(model, own)
+    read = _note_tokens(model) if encoder_decoder else {}
     with torch.no_grad(), _ZeroValues(), torch.device("meta"):
         model(use_cache=True, **arguments)
     halves = own.layers, list(cross.layers)
@@ -210,7 +212,11 @@ def _run(model: PreTrainedModel, config: PretrainedConfig) -> tuple[list[Any], l
                 half[index] = half[original]
             elif index == len(half):
                 half.append(half[original])
-    return halves
+    readers = set()
+    if halves[1]:
+        blocks = _decoder_blocks(model, len(own.layers))
+        readers = _encoder_readers(blocks, twins, read, halves[1][0].keys.shape[2])
+    return own.layers, halves[1], readers
 
 
 def _skip_twins(model: PreTrainedModel, cache: DynamicCache) -> dict[int, int]:
@@ -242,6 +248,41 @@ def _keep_output(outputs: dict[int, Any], index: int, module: Any, args: Any, ou
 
 def _kept_output(outputs: dict[int, Any], index: int, *args: Any, **kwargs: Any) -> Any:
     return outputs[index]
+
+
+def _note_tokens(model: PreTrainedModel) -> dict[torch.nn.Module, int]:
+    """Returns a dictionary into which the decoder's products write how many tokens they were given."""
+    read: dict[torch.nn.Module, int] = {}
+    for module in model.get_decoder().modules():
+        if isinstance(module, torch.nn.Linear):
+            module.register_forward_hook(functools.partial(_keep_tokens, read))
+    return read
+
+
+def _keep_tokens(read: dict[torch.nn.Module, int], module: torch.nn.Module, args: Any, output: Any) -> None:
+    read[module] = output.shape[-2] if output.dim() > 1 else 1
+
+
+def _encoder_readers(
+    blocks: list[torch.nn.Module], twins: dict[int, int], read: dict[torch.nn.Module, int], encoder_tokens: int
+) -> set[int]:
+    """Returns the addresses of the decoder's weights that only the encoder's states are multiplied with."""
+    found = {module for module, tokens in read.items() if tokens == encoder_tokens}
+    for index, original in twins.items():
+        for name, module in blocks[original].named_modules():
+            if module in found:
+                found.add(blocks[index].get_submodule(name))
+    return {id(module.weight) for module in found}
+
+
+def _idle_weights(model: PreTrainedModel, config: PretrainedConfig, readers: set[int]) -> set[int]:
+    """Returns the addresses of weights that no decoded token is multiplied with."""
+    if not config.is_encoder_decoder and text_config(config) is config:
+        return set()
+    head = model.get_output_embeddings()
+    decoding = {id(weight) for weight in model.get_decoder().parameters()}
+    decoding |= set() if head is None else {id(head.weight)}
+    return {id(weight) for weight in model.parameters()} - decoding | readers
 
 
 def _decoder_blocks(model: PreTrainedModel, count: int) -> list[torch.nn.Module]:
@@ -277,8 +318,8 @@ def _own_dtype(tensor: torch.Tensor) -> torch.dtype | None:
     return None if tensor.dtype == PROBE_DTYPE else tensor.dtype
 
 
-def _active_parameters(model: PreTrainedModel) -> int:
-    """Counts the weights that one token is multiplied with."""
+def _active_parameters(model: PreTrainedModel, idle: set[int]) -> int:
+    """Counts the weights that one decoded token is multiplied with; `idle` holds the addresses of others."""
     config = text_config(model.config)
     experts = next((n for name in EXPERT_COUNTS if (n := getattr(config, name, None))), 0)
     chosen = getattr(config, "num_experts_per_tok", None) or 1
@@ -290,7 +331,7 @@ def _active_parameters(model: PreTrainedModel) -> int:
     }
     total = 0
     for weight in model.parameters():
-        if weight.dim() < 2 or id(weight) in lookups:
+        if weight.dim() < 2 or id(weight) in lookups or id(weight) in idle:
             continue
         of_experts = weight.dim() == 3 and experts and weight.shape[0] == experts
         total += weight.numel() * chosen // experts if of_experts else weight.numel()

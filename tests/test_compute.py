@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -12,6 +15,10 @@ from hf_kvplus import build_cache, estimate_memory
 from hf_kvplus.compat import cache_keyword
 from hf_kvplus.compute import attention_flops, decode_cost, generation_cost, square_projection_operations
 from hf_kvplus.devices import DATA_SHEETS, Device, find_device, measure_device
+
+sys.path.insert(0, str(Path(__file__).parent / "conformance"))
+import zoo
+from case import Case, Strategy
 
 
 def test_classical_projection_figures_of_gpt2_small():
@@ -32,6 +39,44 @@ def test_decoding_a_token_takes_what_torch_counts():
             llama(tokens[:, 64:], **{cache_keyword(llama): cache})
     cost = decode_cost(llama.config, estimate_memory(llama.config, 65), find_device("h100"))
     assert cost.flops == pytest.approx(counter.get_total_flops(), rel=0.01)
+
+
+# Encoders, a tower for images, windows, learned positions. torch counts no products of experts and recurrences.
+COUNTED = ("T5", "BART", "Whisper", "Qwen2-VL", "Gemma 3", "GPT-2")
+
+
+@pytest.mark.parametrize("name", COUNTED)
+def test_decoding_a_token_leaves_out_encoders_and_towers(name):
+    case = Case(zoo.ZOO[name], Strategy("dynamic", loss=1.0), images=False)
+    cache, tokens = case.cache(), case.tokens(1, 191)
+    kind = case.model.config._attn_implementation
+    case.model.set_attn_implementation("eager")
+    try:
+        with torch.no_grad():
+            case.forward(tokens[:, :190], cache)
+            with FlopCounterMode(display=False) as counter:
+                case.forward(tokens[:, 190:], cache)
+            with FlopCounterMode(display=False) as encoding:
+                _ = case.encode(1) if case.has_encoder else None
+    finally:
+        case.model.set_attn_implementation(kind)
+    config = case.model.config
+    estimate = estimate_memory(config, 191, encoder_tokens=zoo.ENCODER_TOKENS)
+    cost = decode_cost(config, estimate, find_device("h100"))
+    assert cost.flops == pytest.approx(counter.get_total_flops() - encoding.get_total_flops(), rel=0.01)
+    assert cost.weight_bytes <= sum(weight.nbytes for weight in case.model.parameters())
+
+
+def test_devices_that_share_heads_share_operations_and_weights():
+    config = tiny_llama_config()
+    one, half = (
+        decode_cost(config, estimate_memory(config, 1000, tensor_parallel=devices), find_device("h100"))
+        for devices in (1, 2)
+    )
+    assert 2 * half.flops == one.flops
+    assert 2 * half.weight_bytes == one.weight_bytes
+    assert 2 * half.cache_bytes == one.cache_bytes
+    assert 2 * half.floor_ms == pytest.approx(one.floor_ms)
 
 
 def test_a_window_bounds_attention():
