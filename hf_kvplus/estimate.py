@@ -19,6 +19,7 @@ import torch
 from transformers import Cache, PretrainedConfig
 from transformers.cache_utils import LinearAttentionCacheLayerMixin, QuantizedLayer
 
+from hf_kvplus.caches import KVPlusCache
 from hf_kvplus.checks import require_at_least, require_choice
 from hf_kvplus.codecs import Codec
 from hf_kvplus.codecs.base import Packed
@@ -73,6 +74,7 @@ class MemoryEstimate:
         tier: Where an offloaded cache lives, `None` for the device.
         resident_layers: Layers of an offloaded cache that are on the device at a time.
         offload: Where blocks go, of our own offloaded caches.
+        tensor_parallel: Devices that share the heads of each layer; all bytes are those of one of them.
         weight_bytes: Bytes of the model's weights in `dtype`.
     """
 
@@ -86,6 +88,7 @@ class MemoryEstimate:
     resident_layers: int
     weight_bytes: int
     offload: Offload | None = None
+    tensor_parallel: int = 1
 
     @property
     def cache_bytes(self) -> int:
@@ -215,6 +218,7 @@ def estimate_memory(
     kind = states_dtype(config, dtype)
     held, tier, resident, offload = _without_offloading(strategy)
     cache = build_cache(held, config, max_length=seq_len)
+    _require_own_layers(held, cache)
     own, cross = _halves(cache)
     if offload is not None:
         # The same blocks, left in memory, tell their sizes.
@@ -227,7 +231,17 @@ def estimate_memory(
         layers += _estimate_layers(cross, profile.cross_layers, cross_fill)
     weights = profile.parameters * kind.itemsize // tensor_parallel
     return MemoryEstimate(
-        strategy, seq_len, fill.rows, kind, tuple(layers), len(profile.layers), tier, resident, weights, offload
+        strategy,
+        seq_len,
+        fill.rows,
+        kind,
+        tuple(layers),
+        len(profile.layers),
+        tier,
+        resident,
+        weights,
+        offload,
+        tensor_parallel,
     )
 
 
@@ -282,6 +296,21 @@ def _without_offloading(strategy: str) -> tuple[str, str | None, int, Offload | 
     kept = "+".join(part.text for part in parts if part.name != OFFLOAD_PART) or "fp"
     offload = find_strategy(OFFLOAD_PART).apply(tiers[0])["offload"]
     return kept, offload.tier, 1 + offload.prefetch_layers, offload
+
+
+def _require_own_layers(strategy: str, cache: Cache) -> None:
+    """Checks that a cache of another package stores states by its layers, which is all that is filled here.
+
+    Raises:
+        ValueError: If it stores them in a way of its own.
+    """
+    parts = [getattr(cache, half, cache) for half in ("self_attention_cache", "cross_attention_cache")]
+    known = (Cache.update, KVPlusCache.update)
+    if parse(strategy)[0].name == "adapter" and any(type(part).update not in known for part in parts):
+        raise ValueError(
+            f"`strategy` `{strategy}` makes a {type(parts[0]).__name__}, whose own `update` can't be told from a "
+            "configuration; fill one and measure it with `measure_memory`"
+        )
 
 
 def _halves(cache: Cache) -> tuple[list[Any], list[Any]]:

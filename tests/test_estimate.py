@@ -189,6 +189,19 @@ def test_a_model_without_code_in_transformers_is_refused():
         estimate_memory({"num_hidden_layers": 2}, 10)
 
 
+def test_a_cache_of_another_package_is_told_by_its_layers_or_refused(tmp_path):
+    config = tiny_llama_config()
+    path = tmp_path / "theirs.py"
+    path.write_text(
+        "import hf_kvplus\n\ndef make_cache(config, n):\n    return hf_kvplus.build_cache('int4', config)\n"
+    )
+    told = estimate_memory(config, 1000, strategy=f"adapter:{path}")
+    assert told.cache_bytes == estimate_memory(config, 1000, strategy="int4").cache_bytes
+    own = Path(__file__).parent.parent / "examples" / "other_cache.py"
+    with pytest.raises(ValueError, match="HalfValuesCache, whose own `update`"):
+        estimate_memory(config, 1000, strategy=f"adapter:{own}")
+
+
 def test_an_incomplete_configuration_is_told():
     with pytest.raises(ValueError, match="can't be run without memory"):
         estimate_memory(LlamaConfig(num_attention_heads=4, num_key_value_heads=8, hidden_size=64), 10)
