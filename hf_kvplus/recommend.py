@@ -1,8 +1,9 @@
 """Chooses a strategy: by arithmetic for the bytes, by measured results for the loss where there are some.
 
-Candidates stand in order of their loss. With a budget the first one that fits is taken; with a bound on the loss the
-smallest one that is known to keep it. Without either, rules of thumb decide, and say so. Left out: speed, which
-depends on the machine; `kvplus bench` measures it.
+Candidates stand in order of their loss, behind all others those that leave the device, since each token brings back
+all that they store. With a budget the first one that fits is taken; with a bound on the loss the smallest one that is
+known to keep it. Without either, rules of thumb decide, and say so. Left out: speed, which depends on the machine;
+`kvplus bench` measures it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ from hf_kvplus.configs import text_config
 from hf_kvplus.devices import Device, find_device
 from hf_kvplus.estimate import MemoryEstimate, estimate_memory
 from hf_kvplus.probe import profile_model
-from hf_kvplus.strategies.base import strategies
 from hf_kvplus.units import format_bytes, format_number
 
 Row = Mapping[str, Any]
@@ -39,7 +39,10 @@ RULES = (
     (8192, "int8", "from 2k to 8k tokens 8 bits halve the cache at next to no loss (fewer KV heads would do as well)"),
     (32768, "int4", "from 8k to 32k tokens 4 bits are the usual choice, or a window where only recent text matters"),
 )
-BEYOND = "beyond 32k tokens the cache also has to leave the device, or forget"
+BEYOND = (
+    "beyond 32k tokens the cache also has to forget what is old (a window) or leave the device (`offload:cpu` beside "
+    "an accelerator, `offload:disk` without one)"
+)
 
 
 @dataclass(frozen=True)
@@ -121,17 +124,18 @@ def recommend(
     device = find_device(device) if isinstance(device, str) else device
     prompt = max(1, context_length - DECODED_TOKENS)
     window = _window(config, context_length, recent_tokens)
+    by_rule = budget_bytes is None and max_kl is None and device is None
     candidates = [
         Candidate(
             name, estimate_memory(config, context_length, batch_size, name, dtype, prompt_tokens=prompt), None, "", ""
         )
-        for name in _names(context_length, window, device)
+        for name in _names(context_length, window, device, by_rule)
         if _fits_model(name, config, dtype)
     ]
     candidates = _with_results(candidates, list(results), profile_model(config).parameters)
     budget, where = _budget(candidates[0].estimate, budget_bytes, device)
     judged = tuple(replace(one, verdict=_verdict(one, budget, max_kl)) for one in candidates)
-    if budget is None and max_kl is None:
+    if by_rule:
         return _by_rule(judged, context_length, window)
     return _by_wishes(judged, budget, where, max_kl)
 
@@ -147,14 +151,15 @@ def _window(config: PretrainedConfig, context_length: int, recent_tokens: int | 
     return f"window:{recent_tokens}" + (",positions=shifted" if trained and context_length > trained else "")
 
 
-def _names(context_length: int, window: str | None, device: Device | None) -> list[str]:
+def _names(context_length: int, window: str | None, device: Device | None, by_rule: bool) -> list[str]:
     """Returns the strategies worth a look, in order of loss."""
     names = list(LADDER)
     if window is not None:
         # To someone who says that older text doesn't matter, a window loses nothing.
         for beside, joined in ((PLAIN, ""), ("int8", "int8+"), ("int4", "int4+")):
             names.insert(names.index(beside) + 1, joined + window)
-    if "offload" in strategies and device is not None and device.name != "cpu":
+    beside_host = device is not None and device.name != "cpu"
+    if beside_host or (by_rule and context_length > RULES[-1][0]):
         names += ["offload:cpu", "int8+offload:cpu", "int4+offload:cpu"]
     return names
 
@@ -171,20 +176,34 @@ def _fits_model(name: str, config: PretrainedConfig, dtype: torch.dtype | str | 
 
 
 def _with_results(candidates: list[Candidate], rows: list[Row], parameters: int) -> list[Candidate]:
-    """Gives candidates the loss that was measured with this model, else with the one nearest in size."""
+    """Gives candidates the loss last measured with this model, else with the one nearest in size.
+
+    Rows that compare with another model tell what that model's conversion loses, too, and say nothing of a cache.
+    """
     good = [
-        row for row in rows if row.get("status") == "ok" and row.get("metrics", {}).get("kl_mean_nats") is not None
+        row
+        for row in reversed(rows)
+        if row.get("status") == "ok"
+        and row.get("metrics", {}).get("kl_mean_nats") is not None
+        and not row.get("reference_model")
     ]
     good.sort(key=lambda row: abs(math.log(max(1, row["model"]["parameters"]) / parameters)))
     found = []
     for one in candidates:
-        row = next((row for row in good if row["strategy"] == one.strategy), None)
+        stored = _stored(one.strategy)
+        row = next((row for row in good if row["strategy"] == stored), None)
         if row is not None:
-            one = replace(one, kl_nats=row["metrics"]["kl_mean_nats"], measured_with=row["model"]["name"])
-        elif one.strategy in EXACT:
+            name = row["model"]["name"] + ("" if row["model"]["parameters"] == parameters else ", another model")
+            one = replace(one, kl_nats=row["metrics"]["kl_mean_nats"], measured_with=name)
+        elif stored in EXACT:
             one = replace(one, kl_nats=0.0, measured_with="exact by construction")
         found.append(one)
     return found
+
+
+def _stored(strategy: str) -> str:
+    """Returns a strategy without what only says where bytes live, which loses nothing."""
+    return "+".join(part for part in strategy.split("+") if not part.startswith("offload")) or "fp"
 
 
 def _budget(plain: MemoryEstimate, budget_bytes: int | None, device: Device | None) -> tuple[int | None, str]:
@@ -219,11 +238,19 @@ def _by_wishes(
     chosen = meeting[0] if budget is not None else min(meeting, key=lambda one: one.estimate.device_bytes)
     reasons = [_size_sentence(chosen)]
     if budget is not None:
-        reasons.append(f"It is the least lossy candidate within {where}{_refused(candidates, chosen)}.")
+        reasons.append(f"It is the {_rank(candidates, chosen)} within {where}{_refused(candidates, chosen)}.")
     if max_kl is not None:
         reasons.append(f"Its KL is at most {format_number(max_kl)} nats.")
     reasons.append(_loss_sentence(chosen))
     return Recommendation(chosen.strategy, _code(chosen), tuple(reasons), chosen.estimate, candidates)
+
+
+def _rank(candidates: tuple[Candidate, ...], chosen: Candidate) -> str:
+    """Tells what the chosen candidate is the first of."""
+    if chosen.estimate.tier is not None:
+        return "least lossy candidate that leaves the device, as none that stays there will do,"
+    stays = any(one.estimate.tier is not None for one in candidates)
+    return "least lossy candidate" + (" that stays on the device" if stays else "")
 
 
 def _refused(candidates: tuple[Candidate, ...], chosen: Candidate) -> str:
@@ -278,7 +305,7 @@ def _loss_sentence(one: Candidate) -> str:
     """Tells the loss, or that it isn't known."""
     if one.kl_nats is None:
         return f"What `{one.strategy}` loses with this model isn't measured; `kvplus eval` does it."
-    if one.strategy in EXACT:
+    if _stored(one.strategy) in EXACT:
         return "It loses nothing."
     return f"Its KL to the full cache is {format_number(one.kl_nats)} nats, measured with {one.measured_with}."
 

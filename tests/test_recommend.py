@@ -75,12 +75,40 @@ def test_measured_loss_decides_where_it_is_bounded():
     assert recommend(CONFIG, 8192, max_kl=0.01).strategy == "dynamic"  # nothing else is known to keep it
 
 
+def test_offloading_loses_what_the_same_loses_on_the_device_and_comes_last():
+    config = tiny_llama_config(head_dim=64, num_hidden_layers=16)
+    weights = recommend(config, 8192).estimate.weight_bytes
+    device = Device("small", int((weights + 1.12 * FULL) / 0.9) + 1, 1e9, 1e9)  # full: 8 FULL
+    rows = [row("int4", 0.002), row("int2", 0.1)]
+    found = recommend(config, 8192, max_kl=0.01, device=device, results=rows)
+    assert found.strategy == "offload:cpu"
+    assert "leaves the device, as none that stays there will do" in found.reasons[1]
+    assert found.reasons[-1] == "It loses nothing."
+    kls = {one.strategy: one.kl_nats for one in found.candidates}
+    assert kls["int4+offload:cpu"] == kls["int4"] == 0.002
+    assert kls["int8+offload:cpu"] is None
+    found = recommend(config, 8192, device=device)
+    assert found.strategy in ("int3", "int2")
+    assert "the least lossy candidate that stays on the device" in found.reasons[1]
+
+
 def test_results_of_this_model_come_before_those_of_others(llama):
     parameters = sum(weight.numel() for weight in llama.parameters())
     rows = [row("int4", 0.5, 10**9, "large"), row("int4", 0.001, parameters, "this")]
     found = recommend(llama.config, 8192, max_kl=0.01, results=rows)
     assert found.strategy == "int4"
-    assert "measured with this" in found.reasons[-1]
+    assert found.reasons[-1].endswith("measured with this.")
+    others = recommend(llama.config, 8192, max_kl=0.01, results=[row("int4", 0.001, 10**9, "large")])
+    assert others.reasons[-1].endswith("measured with large, another model.")
+
+
+def test_of_several_measurements_the_last_counts_and_none_against_another_model():
+    rows = [row("int2", 0.05), row("int2", 0.01)]
+    assert recommend(CONFIG, 8192, max_kl=0.03, results=rows).strategy == "int2"
+    rows = [row("int2", 0.01), {**row("int2", 0.4), "reference_model": {"name": "original"}}]
+    assert recommend(CONFIG, 8192, max_kl=0.03, results=rows).strategy == "int2"
+    rows = [{**row("dynamic", 0.4), "reference_model": {"name": "original"}}]
+    assert recommend(CONFIG, 8192, max_kl=0.03, results=rows).strategy == "dynamic"
 
 
 def test_refused_and_failed_rows_are_no_measurements():
@@ -89,12 +117,16 @@ def test_refused_and_failed_rows_are_no_measurements():
 
 
 @pytest.mark.parametrize(
-    ("tokens", "strategy"), [(1000, "dynamic"), (4096, "int8"), (16_384, "int4"), (100_000, "int4")]
+    ("tokens", "strategy"), [(1000, "dynamic"), (4096, "int8"), (16_384, "int4"), (100_000, "int4+offload:cpu")]
 )
 def test_rules_of_thumb_say_what_they_are(tokens, strategy):
     found = recommend(CONFIG, tokens)
     assert found.strategy == strategy
     assert any("rule of thumb" in reason for reason in found.reasons)
+    assert found.estimate.device_bytes <= found.estimate.cache_bytes
+    scope = {"model": type("Model", (), {"config": CONFIG})}
+    exec(found.code, scope)
+    assert scope["cache"].get_seq_length() == 0
 
 
 def test_a_device_leaves_what_the_weights_do_not_take():
