@@ -21,6 +21,9 @@ from transformers.generation.streamers import BaseStreamer
 from hf_kvplus.memory import find_tensors, storage_bytes
 from hf_kvplus.plots import plot_bytes
 
+# What the second line of a picture is called.
+PEAK = "devices' peak, model included"
+
 
 @dataclass(frozen=True)
 class Step:
@@ -29,7 +32,8 @@ class Step:
     Args:
         tokens: Tokens in the cache.
         cache_bytes: Bytes of every live tensor of the cache.
-        peak_bytes: Most bytes that the device had allocated since recording began; 0 on the CPU, which doesn't tell.
+        peak_bytes: Most bytes that all CUDA devices had allocated since recording began, the model included; 0 on the
+            CPU, which doesn't tell.
         elapsed_s: Seconds since recording began.
     """
 
@@ -78,8 +82,8 @@ class MemoryRecorder(BaseStreamer):
     def _restart(self) -> None:
         """Begins to count time and peak anew."""
         self._began_s = time.perf_counter()
-        if torch.cuda.is_available():
-            torch.cuda.reset_peak_memory_stats()
+        for device in _cuda_devices():
+            torch.cuda.reset_peak_memory_stats(device)
 
     def __enter__(self) -> MemoryRecorder:
         """Begins anew."""
@@ -118,7 +122,7 @@ class MemoryRecorder(BaseStreamer):
         step = Step(
             tokens=int(self.cache.get_seq_length()),
             cache_bytes=sum(storage_bytes(find_tensors(self.cache)).values()),
-            peak_bytes=torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0,
+            peak_bytes=sum(torch.cuda.max_memory_allocated(device) for device in _cuda_devices()),
             elapsed_s=time.perf_counter() - self._began_s,
         )
         last = self.steps[-1] if self.steps else None
@@ -135,19 +139,26 @@ class MemoryRecorder(BaseStreamer):
         return max((step.cache_bytes for step in self.steps), default=0)
 
     def plot(self, path: str | Path, name: str = "cache") -> None:
-        """Draws bytes against tokens.
+        """Draws bytes against tokens: the cache's, and the peak of the devices where they tell it.
 
         Args:
             path: The PNG or SVG file to write.
-            name: What the line is called.
+            name: What the cache's line is called.
 
         Raises:
             ValueError: If nothing was recorded.
         """
         if not self.steps:
             raise ValueError("nothing was recorded yet; pass the recorder to `generate` as its streamer")
-        curve = [[step.tokens, step.cache_bytes] for step in self.steps]
-        plot_bytes([{"strategy": name, "curve": curve}], Path(path))
+        lines = [{"strategy": name, "curve": [[step.tokens, step.cache_bytes] for step in self.steps]}]
+        if any(step.peak_bytes for step in self.steps):
+            lines.append({"strategy": PEAK, "curve": [[step.tokens, step.peak_bytes] for step in self.steps]})
+        plot_bytes(lines, Path(path))
+
+
+def _cuda_devices() -> range:
+    """Returns the CUDA devices, none before one is used."""
+    return range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)
 
 
 class LiveView:

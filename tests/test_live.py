@@ -9,7 +9,7 @@ import torch
 from rich.console import Console
 from transformers.generation.streamers import BaseStreamer
 
-from hf_kvplus import MemoryRecorder, build_cache, estimate_memory, measure_memory
+from hf_kvplus import MemoryRecorder, build_cache, estimate_memory, live, measure_memory
 from hf_kvplus.live import LiveView, Step
 
 
@@ -75,6 +75,29 @@ def test_steps_are_drawn(llama, tmp_path, kind):
     path = tmp_path / f"memory.{kind}"
     recorder.plot(path, "int4")
     assert path.read_bytes()[:5] in (b"\x89PNG\r", b"<?xml")
+
+
+def test_peaks_of_all_devices_are_recorded_and_drawn(llama, tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    reset = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", reset.append)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 10**6 * (1 + device))
+    recorder = MemoryRecorder(build_cache("int4", llama.config))
+    step = recorder.record()
+    assert reset == [0, 1]
+    assert step.peak_bytes == 3 * 10**6
+    recorder.steps.append(Step(10, 5000, 4 * 10**6, 1.0))
+    drawn = []
+    monkeypatch.setattr(live, "plot_bytes", lambda lines, path: drawn.extend(lines))
+    recorder.plot(tmp_path / "memory.png", "int4")
+    assert [line["strategy"] for line in drawn] == ["int4", live.PEAK]
+    assert drawn[0]["curve"] == [[0, step.cache_bytes], [10, 5000]]
+    assert drawn[1]["curve"] == [[0, 3 * 10**6], [10, 4 * 10**6]]
+    monkeypatch.undo()
+    recorder.plot(tmp_path / "memory.png", "int4")
+    assert (tmp_path / "memory.png").exists()
 
 
 def test_live_view_shows_share_and_speed():
