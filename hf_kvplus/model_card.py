@@ -33,8 +33,11 @@ Row = Mapping[str, Any]
 BEGIN, END = "<!-- kvplus: begin -->", "<!-- kvplus: end -->"
 YAML_BEGIN, YAML_END = "# kvplus: begin", "# kvplus: end"
 PICTURES = "kvplus"
-PROVENANCE = ("versions", "device", "text", "date", "model", "protocol")
+# What tells how to repeat a row; the first three may differ between the rows of a report, the others never do.
+OF_A_ROW, SHARED = ("date", "device", "versions"), ("text", "model", "protocol")
+PROVENANCE = OF_A_ROW + SHARED
 CARD_NAME = "README.md"
+TITLE = "## Cache memory"
 
 COLUMNS = {
     "strategy": "",
@@ -159,32 +162,37 @@ class MemoryReport:
 @FORMATS.register("markdown")
 def markdown(report: MemoryReport) -> str:
     """Writes head and tables."""
-    return f"{_head(report.rows[0])}\n\n{_table(report)}\n{_estimates(report)}"
+    return f"{_head(report.rows)}\n\n{_table(report)}\n{_estimates(report)}"
 
 
 @FORMATS.register("json")
 def as_json(report: MemoryReport) -> str:
     """Writes figures with all that is needed to repeat them."""
-    facts = {key: report.rows[0][key] for key in PROVENANCE}
+    facts = {key: report.rows[0].get(key) for key in (*SHARED, "reference_model")}
+    pairs = zip(report.figures(), report.rows, strict=True)
+    measured = [figures | {key: row[key] for key in OF_A_ROW} for figures, row in pairs]
     estimates = [dict(zip(("strategy", "tokens", "cache_bytes"), one, strict=True)) for one in report.estimates]
-    return json.dumps({**facts, "measured": report.figures(), "estimated": estimates}, indent=2) + "\n"
+    return json.dumps({**facts, "measured": measured, "estimated": estimates}, indent=2) + "\n"
 
 
 @FORMATS.register("csv")
 def as_csv(report: MemoryReport) -> str:
-    """Writes the measured figures."""
+    """Writes the measured figures, and in each line what is needed to repeat it."""
+    lines = [figures | _origin(row) for figures, row in zip(report.figures(), report.rows, strict=True)]
     buffer = io.StringIO()
-    writer = csv.DictWriter(buffer, list(COLUMNS), lineterminator="\n")
+    writer = csv.DictWriter(buffer, list(lines[0]), lineterminator="\n")
     writer.writeheader()
-    writer.writerows(report.figures())
+    writer.writerows(lines)
     return buffer.getvalue()
 
 
 @FORMATS.register("latex")
 def latex(report: MemoryReport) -> str:
-    """Writes a table for the booktabs package."""
+    """Writes a table for the booktabs package, below comments that tell what was measured."""
     head = [f"{name.replace('_', ' ')}{f' ({unit})' if unit else ''}" for name, unit in COLUMNS.items()]
+    said = _head(report.rows).removeprefix(f"{TITLE}\n\n").splitlines()
     lines = [
+        *(f"% {line}".rstrip() for line in said),
         "\\begin{tabular}{l" + "r" * (len(COLUMNS) - 1) + "}",
         "\\toprule",
         f"{' & '.join(head)} \\\\",
@@ -196,21 +204,51 @@ def latex(report: MemoryReport) -> str:
     return "\n".join([*lines, "\\bottomrule", "\\end{tabular}"]) + "\n"
 
 
-def _head(row: Row) -> str:
-    """Writes what was measured, on what, when."""
-    model, text, protocol, device = row["model"], row["text"], row["protocol"], row["device"]
-    versions = ", ".join(f"{name} {version}" for name, version in row["versions"].items() if version)
-    other = row.get("reference_model")
+def _head(rows: Sequence[Row]) -> str:
+    """Writes what was measured, on what, when; of rows that differ in that, which was measured where."""
+    model, text, protocol = (rows[0][key] for key in ("model", "text", "protocol"))
+    other = rows[0].get("reference_model")
     against = f"; compared with the full cache of {other['name']}, revision {other['revision']}" if other else ""
+    places: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        places.setdefault((row["date"][:10], _machine(row)), []).append(f"`{row['strategy']}`")
+    (date, machine), *more = places
+    where = f" {machine}."
+    if more:
+        date = f"{len(places)} occasions"
+        where = "".join(f" {', '.join(names)}: {day}, {found}." for (day, found), names in places.items())
     return (
-        "## Cache memory\n\n"
-        f"What key/value caches of this model take and cost, measured with hf_kvplus on {row['date'][:10]}: "
+        f"{TITLE}\n\n"
+        f"What key/value caches of this model take and cost, measured with hf_kvplus on {date}: "
         f"{model['name']}, revision {model['revision']}, {model['dtype']}; "
         f"{format_count(protocol['windows'], 'window')} of {protocol['window_tokens']} tokens of {text['name']} "
         f"(SHA-256 `{text['sha256']}`), fed in chunks of "
-        f"{protocol['chunk_tokens']} through the cache{against}. "
-        f"{device['name']}, {device['threads']} threads; {versions}."
+        f"{protocol['chunk_tokens']} through the cache{against}.{where}"
     )
+
+
+def _machine(row: Row) -> str:
+    """Writes what a row was measured on, and with what."""
+    device = row["device"]
+    versions = ", ".join(f"{name} {version}" for name, version in row["versions"].items() if version)
+    return f"{device['name']}, {device['threads']} threads; {versions}"
+
+
+def _origin(row: Row) -> dict[str, Any]:
+    """Returns what is needed to repeat a row, as plain values."""
+    model, text, protocol = row["model"], row["text"], row["protocol"]
+    return {
+        "model": model["name"],
+        "revision": model["revision"],
+        "dtype": model["dtype"],
+        "text": text["name"],
+        "text_sha256": text["sha256"],
+        "windows": protocol["windows"],
+        "window_tokens": protocol["window_tokens"],
+        "chunk_tokens": protocol["chunk_tokens"],
+        "date": row["date"],
+        "measured_on": _machine(row),
+    }
 
 
 def _table(report: MemoryReport) -> str:

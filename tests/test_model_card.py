@@ -5,11 +5,16 @@ from __future__ import annotations
 import csv
 import io
 import json
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from huggingface_hub import ModelCard
+from huggingface_hub.utils import filter_repo_objects
 
 from conftest import tiny_llama_config
+from hf_kvplus import model_card
+from hf_kvplus.memory_commands import read_results
 from hf_kvplus.model_card import BEGIN, END, YAML_BEGIN, YAML_END, MemoryReport, update_card
 
 FIGURES = {
@@ -130,15 +135,54 @@ def test_every_format_has_every_strategy(report):
     table = list(csv.DictReader(io.StringIO(report.render("csv"))))
     assert [line["strategy"] for line in table] == ["dynamic", "int4"]
     assert float(table[1]["kl_mean_nats"]) == 0.0015
+    assert table[1]["text_sha256"] == "f" * 64
+    assert table[1]["measured_on"] == "a CPU, 2 threads; torch 2.13.0"
+    assert table[1]["date"].startswith("2026-11-29")
     facts = json.loads(report.render("json"))
     assert facts["measured"][1]["cache_bytes"] == 14_000_000
     assert facts["text"]["sha256"] == "f" * 64
+    assert facts["measured"][1]["versions"]["torch"] == "2.13.0"
     latex = report.render("latex")
     assert "\\begin{tabular}{lrrrrrrr}" in latex
+    assert "% What key/value caches of this model take and cost, measured with hf_kvplus on 2026-11-29" in latex
     assert "int4 & 4.9 &" in latex
     assert "stored bits per element (bits)" in latex
     with pytest.raises(ValueError, match="did you mean `markdown`"):
         report.render("markdwn")
+
+
+def test_rows_of_several_machines_and_days_each_keep_their_own():
+    later = {**ROWS[1], "date": "2026-12-24T00:00:00+00:00", "device": {"type": "cpu", "name": "other", "threads": 8}}
+    made = MemoryReport.from_rows([*ROWS, later, {**later, "strategy": "int8"}])
+    text = made.render("markdown")
+    assert "`dynamic`: 2026-11-29, a CPU, 2 threads; torch 2.13.0. " in text
+    assert "`int4`, `int8`: 2026-12-24, other, 8 threads; torch 2.13.0." in text
+    assert "measured with hf_kvplus on 2026" not in text
+    assert [one["device"]["threads"] for one in json.loads(made.render("json"))["measured"]] == [2, 8, 8]
+    assert "int8: 2026-12-24" in made.render("latex").replace("`", "")
+    table = list(csv.DictReader(io.StringIO(made.render("csv"))))
+    assert [line["date"][:10] for line in table] == ["2026-11-29", "2026-12-24", "2026-12-24"]
+
+
+def test_the_published_rows_make_a_valid_card(tmp_path):
+    rows = read_results(Path(__file__).parent.parent / "eval/results/cpu/results.jsonl")
+    made = MemoryReport.from_rows(rows)
+    path = tmp_path / "README.md"
+    own = CARDS["front_matter"] + "\n```python\nprint(1)\n```\n"
+    path.write_text(own)
+    assert update_card(path, made)
+    once = path.read_bytes()
+    assert not update_card(path, made)
+    assert path.read_bytes() == once
+    assert without_ours(once.decode()).rstrip() == own.rstrip()
+    data = ModelCard.load(path, ignore_metadata_errors=False).data
+    assert data.model_name == "smollm2-135m"
+    found = {result.metric_name: result.metric_value for result in data.eval_results}
+    last = {row["strategy"]: row["metrics"] for row in rows if row["run"] == rows[-1]["run"]}
+    assert {"dynamic", "int8", "int4", "int2"} <= set(last)
+    for strategy, figures in last.items():
+        assert found[f"KL to the full cache, cache {strategy}"] == figures["kl_mean_nats"]
+        assert found[f"Cache bytes, cache {strategy}"] == figures["cache_bytes"]
 
 
 def test_the_latest_row_of_a_strategy_counts():
@@ -182,3 +226,23 @@ def test_a_card_that_cannot_be_edited_safely_stays_as_it_is(card, message, repor
 def test_only_a_readme_is_pushed(report, tmp_path):
     with pytest.raises(ValueError, match=r"must be called README\.md"):
         report.push(tmp_path / "card.md", "someone/model")
+
+
+def test_a_card_is_pushed_with_its_pictures_and_nothing_else(report, tmp_path, monkeypatch):
+    given = {}
+
+    class Hub:
+        def upload_folder(self, **options):
+            given.update(options)
+            return SimpleNamespace(commit_url="the commit")
+
+    monkeypatch.setattr(model_card, "HfApi", Hub)
+    path = tmp_path / "README.md"
+    update_card(path, report)
+    (tmp_path / "weights.bin").write_bytes(b"0")
+    assert report.push(path, "someone/model") == "the commit"
+    assert given["repo_id"] == "someone/model"
+    assert given["folder_path"] == tmp_path
+    files = [file.relative_to(tmp_path).as_posix() for file in tmp_path.rglob("*") if file.is_file()]
+    uploaded = set(filter_repo_objects(files, allow_patterns=given["allow_patterns"]))
+    assert uploaded == {"README.md", "kvplus/bytes-by-context.png", "kvplus/kl-by-bits.png"}
