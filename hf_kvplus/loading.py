@@ -132,7 +132,7 @@ def load_config(name: str | Path) -> PreTrainedConfig:
     """Loads a model's config without its weights.
 
     Args:
-        name: As for `load_model`.
+        name: As for `load_model`, or the path of a `.json` file that holds a config alone.
 
     Returns:
         The config.
@@ -144,6 +144,9 @@ def load_config(name: str | Path) -> PreTrainedConfig:
     """
     from transformers import AutoConfig
 
+    path = Path(name).expanduser()
+    if path.suffix == ".json" and path.is_file():
+        return AutoConfig.from_pretrained(path)
     location = find_model(name)
     return AutoConfig.from_pretrained(location.path, **location.gguf_kwargs)
 

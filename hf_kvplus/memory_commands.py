@@ -3,29 +3,34 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from transformers import PretrainedConfig
 
 from hf_kvplus.compute import decode_cost, generation_cost
-from hf_kvplus.devices import Device, find_device
+from hf_kvplus.devices import DATA_SHEETS, HERE, Device, find_device
 from hf_kvplus.estimate import MemoryEstimate, estimate_memory
 from hf_kvplus.loading import ALIASES, load_config
 from hf_kvplus.model_card import FORMATS, MemoryReport, update_card
 from hf_kvplus.probe import profile_model
 from hf_kvplus.recommend import HEADROOM, Recommendation, recommend
 from hf_kvplus.strategies.grammar import split_list
-from hf_kvplus.units import format_bytes, format_number, parse_bytes, parse_tokens
+from hf_kvplus.units import MISSING, format_bytes, format_count, format_number, parse_bytes, parse_tokens
 
 DEFAULT_STRATEGIES = "dynamic,int8,k8v4,int4,int2"
 COUNTED_TOKENS = 1024
+DEVICES = ", ".join((HERE, *DATA_SHEETS))
 
-ModelName = Annotated[str, typer.Argument(help=f"Alias ({', '.join(ALIASES)}), hub id, folder or .gguf file.")]
+ModelName = Annotated[
+    str, typer.Argument(help=f"Alias ({', '.join(ALIASES)}), hub id, folder, .gguf file, or a config as a JSON file.")
+]
 
 
 def memory(
@@ -37,7 +42,8 @@ def memory(
     beams: Annotated[int, typer.Option(min=1, help="Beams of each row.")] = 1,
     tensor_parallel: Annotated[int, typer.Option(min=1, help="Devices that share each layer's heads.")] = 1,
     pipeline: Annotated[int, typer.Option(min=1, help="Devices that share the layers, as device_map does.")] = 1,
-    devices: Annotated[str, typer.Option(help="Devices to fit on: h100,l4,... or here; see docs.")] = "",
+    devices: Annotated[str, typer.Option(help=f"Devices to fit on, comma-separated: {DEVICES}.")] = "",
+    layers: Annotated[bool, typer.Option(help="Also tell the bytes of each kind of layer.")] = False,
     compute: Annotated[bool, typer.Option(help="Also tell operations, bytes read and the least time.")] = False,
     recommended: Annotated[bool, typer.Option("--recommend", help="Recommend a strategy.")] = False,
     budget: Annotated[str, typer.Option(help="What the cache may take, for --recommend: 64MiB.")] = "",
@@ -46,10 +52,21 @@ def memory(
     results: Annotated[Path | None, typer.Option(help="results.jsonl with measured losses.")] = None,
 ) -> None:
     """Tell what caches of a model take, from its config alone, and which one to use."""
+    for_tables = {
+        "strategies": strategies != DEFAULT_STRATEGIES,
+        "tensor-parallel": tensor_parallel > 1,
+        "pipeline": pipeline > 1,
+        "layers": layers,
+        "compute": compute,
+    }
+    for_advice = {"budget": budget, "max-kl": max_kl is not None, "recent": recent, "results": results}
+    _require_fitting(for_tables if recommended else for_advice, recommended=recommended)
     config = load_config(model)
     kind = None if dtype == "auto" else dtype
     lengths = [parse_tokens(text) for text in context.split(",")]
     found = [find_device(name.strip()) for name in devices.split(",") if name.strip()]
+    if recommended and len(found) > 1:
+        raise ValueError(f"`devices` must name one device with --recommend, got {devices!r}; ask once for each")
     console = Console()
     if recommended:
         options = {
@@ -75,6 +92,8 @@ def memory(
         ]
         console.print(_bytes_table(model, grid, pipeline))
         _tell_fits(console, grid, found, pipeline)
+        if layers:
+            console.print(_layers_table([line[-1] for line in grid]))
         facts += [_facts(estimate) for line in grid for estimate in line]
         if compute:
             console.print(_compute_table(config, grid, found or [find_device("here")]))
@@ -87,6 +106,18 @@ def memory(
     typer.echo(json.dumps({"model": model, "parameters": profile_model(config).parameters, "estimates": facts}))
 
 
+def _require_fitting(options: dict[str, Any], *, recommended: bool) -> None:
+    """Checks that no option was given that would do nothing.
+
+    Raises:
+        ValueError: If one was.
+    """
+    for name in (name for name, given in options.items() if given):
+        if recommended:
+            raise ValueError(f"`{name}` does nothing with --recommend; leave out one of the two")
+        raise ValueError(f"`{name}` is a wish for --recommend; add that, or leave it out")
+
+
 def report(
     results: Annotated[list[Path], typer.Option(help="results.jsonl; repeat it for more.")],
     model_card: Annotated[Path | None, typer.Option(help="Model card to write a section into.")] = None,
@@ -96,6 +127,10 @@ def report(
     push: Annotated[str, typer.Option(help="Hub repository that the card is uploaded to.")] = "",
 ) -> None:
     """Turn measured rows into a section of a model card, or print them."""
+    if model_card is not None and output_format != "markdown":
+        raise ValueError(f"`format` is for printing, and a card is Markdown, got {output_format!r}; leave it out")
+    if model and output_format in ("csv", "latex"):
+        raise ValueError(f"`model` adds estimates, which {output_format} has no place for; print markdown or json")
     if push and model_card is None:
         raise ValueError("`push` uploads a card; name it with --model-card")
     rows = [row for path in results for row in read_results(path)]
@@ -140,9 +175,15 @@ def _integers(name: str, text: str) -> list[int]:
 
 
 def _largest_share(estimate: MemoryEstimate, pipeline: int) -> int:
-    """Returns the bytes on the fullest of `pipeline` devices that share the layers in equal runs."""
+    """Returns the bytes on the fullest of `pipeline` devices that share the layers in equal runs.
+
+    Raises:
+        ValueError: If blocks are elsewhere.
+    """
     if pipeline == 1:
         return estimate.device_bytes
+    if estimate.tier is not None:
+        raise ValueError(f"`pipeline` isn't told for `{estimate.strategy}`, whose blocks leave the devices")
     count = estimate.decoder_layers
     device_map = {layer: str(layer * pipeline // count) for layer in range(count)}
     return max(estimate.by_device(device_map).values())
@@ -152,9 +193,10 @@ def _bytes_table(model: str, grid: list[list[MemoryEstimate]], pipeline: int) ->
     """Shows the bytes of each strategy at each length."""
     first = grid[0][0]
     shares = "" if pipeline == 1 else f", fullest of {pipeline} devices"
+    shares += ", of offloaded ones what stays on the device" if any(line[0].tier for line in grid) else ""
     dtype = str(first.dtype).removeprefix("torch.")
     weights = f"weights {format_bytes(first.weight_bytes)}"
-    title = f"{model}: cache of {first.batch_size} rows, {dtype}{shares}; {weights}"
+    title = f"{model}: cache of {format_count(first.batch_size, 'row')}, {dtype}{shares}; {weights}"
     table = Table(title=title, title_justify="left")
     table.add_column("strategy", no_wrap=True)
     for estimate in grid[0]:
@@ -178,6 +220,23 @@ def _tell_fits(console: Console, grid: list[list[MemoryEstimate]], devices: Sequ
             ]
             words.append(f"{first.seq_len} tokens: {', '.join(fitting) or 'none'}")
         console.print(f"{device.name} ({format_bytes(device.memory_bytes)}) holds {'; '.join(words)}", soft_wrap=True)
+
+
+def _layers_table(estimates: Sequence[MemoryEstimate]) -> Table:
+    """Shows how many layers of each kind there are and what one of them holds."""
+    table = Table(title=f"Layers at {estimates[0].seq_len} tokens", title_justify="left")
+    table.add_column("strategy", no_wrap=True)
+    table.add_column("layers", justify="right")
+    table.add_column("each stores", overflow="fold")
+    for name in ("tokens seen", "bytes of one"):
+        table.add_column(name, justify="right")
+    for estimate in estimates:
+        name = estimate.strategy
+        for layer, count in Counter(estimate.layers).items():
+            seen = str(layer.visible_tokens or MISSING)
+            table.add_row(name, str(count), escape(layer.kind), seen, format_bytes(layer.total_bytes))
+            name = ""
+    return table
 
 
 def _compute_table(config: PretrainedConfig, grid: list[list[MemoryEstimate]], devices: Sequence[Device]) -> Table:
@@ -204,6 +263,8 @@ def _facts(estimate: MemoryEstimate) -> dict[str, Any]:
         "dtype": str(estimate.dtype).removeprefix("torch."),
         "cache_bytes": estimate.cache_bytes,
         "device_bytes": estimate.device_bytes,
+        "host_bytes": estimate.host_bytes,
+        "disk_bytes": estimate.disk_bytes,
         "weight_bytes": estimate.weight_bytes,
     }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -11,6 +12,7 @@ from checkpoints import one_thread, save_tiny_checkpoint
 from hf_kvplus import estimate_memory
 from hf_kvplus.cli import build_app
 from hf_kvplus.loading import load_config
+from hf_kvplus.units import format_bytes
 from test_model_card import ROWS
 from test_recommend import row
 
@@ -50,6 +52,29 @@ def test_memory_splits_fits_and_counts(checkpoint):
     assert "operations with a cache" in result.stdout
 
 
+def test_memory_takes_a_config_alone_and_tells_kinds_of_layers(checkpoint, tmp_path):
+    path = tmp_path / "mine.json"
+    settings = json.loads((Path(checkpoint) / "config.json").read_text())
+    mixed = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 100, "model_type": "qwen2"}
+    path.write_text(json.dumps({**settings, **mixed, "use_sliding_window": True}))
+    result = run("memory", str(path), "--context", "8k", "--strategies", "dynamic,int4", "--layers")
+    assert result.exit_code == 0, result.output
+    estimate = estimate_memory(load_config(path), 8192)
+    lines = [line for line in result.stdout.splitlines() if "DynamicSlidingWindowLayer" in line]
+    assert len(lines) == 1
+    assert "1" in lines[0]
+    assert format_bytes(estimate.layers[0].total_bytes) in lines[0]
+    assert estimate.layers[0].total_bytes < estimate.layers[1].total_bytes / 50
+
+
+def test_memory_tells_where_offloaded_bytes_are(checkpoint):
+    result = run("memory", checkpoint, "--context", "256k", "--strategies", "int4+offload:disk")
+    assert "of offloaded ones what stays on the device" in " ".join(result.stdout.split())
+    fact = json.loads(result.stdout.strip().splitlines()[-1])["estimates"][0]
+    assert fact["device_bytes"] < fact["cache_bytes"]
+    assert fact["disk_bytes"] > 0
+
+
 def test_memory_recommends_in_one_command_what_can_be_pasted(checkpoint):
     result = run("memory", checkpoint, "--context", "8k", "--recommend", "--budget", "3MiB")
     assert result.exit_code == 0, result.output
@@ -81,6 +106,12 @@ def test_memory_recommends_by_measured_rows(checkpoint, tmp_path):
         (("--strategies", "itn4"), "did you mean `int4`"),
         (("--devices", "h10"), "did you mean `h100`"),
         (("--recommend", "--budget", "much"), "a number of bytes is written"),
+        (("--budget", "64MiB"), "`budget` is a wish for --recommend"),
+        (("--max-kl", "0"), "`max-kl` is a wish for --recommend"),
+        (("--recommend", "--pipeline", "2"), "`pipeline` does nothing with --recommend"),
+        (("--recommend", "--strategies", "int4"), "`strategies` does nothing with --recommend"),
+        (("--recommend", "--devices", "t4,l4"), "`devices` must name one device"),
+        (("--pipeline", "2", "--strategies", "int4+offload:disk"), "`pipeline` isn't told for `int4+offload:disk`"),
     ],
 )
 def test_memory_names_bad_input_in_one_line(checkpoint, arguments, message):
@@ -101,6 +132,13 @@ def test_report_prints_and_writes_cards(tmp_path, checkpoint):
         assert written.exit_code == 0, written.output
         assert f"README.md: {state}" in written.stderr
     assert "# Mine\n\n<!-- kvplus: begin -->\n" in card.read_text()
+    for options, message in (
+        (("--format", "csv", "--model-card", str(card)), "`format` is for printing"),
+        (("--format", "csv", "--model", checkpoint), "`model` adds estimates"),
+    ):
+        refused = run("report", "--results", str(results), *options)
+        assert refused.exit_code == 2
+        assert message in refused.stderr
     pushed = run("report", "--results", str(results), "--push", "someone/model")
     assert pushed.exit_code == 2
     assert "name it with --model-card" in pushed.stderr
