@@ -1,9 +1,9 @@
 """Devices by name: nominal memory, bandwidth and speed, and the one at hand as measured.
 
 Figures are the peaks that vendors publish: dense half precision without sparsity, accumulated in float32 where a card
-is slower that way (GeForce). Compared on 2026-11-29 with published specifications of each card; the three GeForce
-figures of 71, 165 and 210 follow the architecture papers of NVIDIA and were not seen again. What a program reaches is
-less. Left out: prices, interconnects and power.
+is slower that way (GeForce). Compared on 2026-11-29 and 30 with published specifications of each card; of the GeForce
+figures 165 was seen as it stands, 71 and 210 follow from those with half-precision sums and sparsity. `v100` is the
+PCIe card. What a program reaches is less. Left out: prices, interconnects and power.
 """
 
 from __future__ import annotations
