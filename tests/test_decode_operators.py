@@ -9,12 +9,13 @@ from torch.utils._pytree import tree_leaves
 
 from conftest import tiny_llama
 from hf_kvplus import build_cache
+from hf_kvplus.stores import GrowingStore
 
 PROMPT_TOKENS, STEPS = 8192, 512
 
 
 class OperatorProfiler(TorchDispatchMode):
-    """Records the name of each operator that takes a tensor as long as the prompt."""
+    """Records the name of each operator that takes a tensor with an element or more for each token of the prompt."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -22,7 +23,7 @@ class OperatorProfiler(TorchDispatchMode):
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        if any(size >= PROMPT_TOKENS for tensor in tensors for size in tensor.shape):
+        if any(tensor.numel() >= PROMPT_TOKENS for tensor in tensors):
             self.on_whole_cache.append(operator.overloadpacket.__name__)
         return operator(*args, **(kwargs or {}))
 
@@ -33,7 +34,7 @@ def model():
 
 
 def decode_operators(model, strategy: str) -> list[str]:
-    """Returns the operators on tensors as long as the cache, over `STEPS` decode steps after the prompt."""
+    """Returns the operators on tensors as large as the cache, packed or not, in `STEPS` steps after the prompt."""
     cache = build_cache(strategy, model.config)
     with torch.no_grad():
         model(torch.randint(0, 128, (1, PROMPT_TOKENS)), past_key_values=cache, logits_to_keep=1)
@@ -50,6 +51,21 @@ def test_no_step_concatenates_the_whole_cache(model, strategy):
     operators = decode_operators(model, strategy)
     assert len(operators) >= STEPS  # attention itself reads all of it
     assert "cat" not in operators
+
+
+def test_packed_blocks_that_were_concatenated_would_be_noticed(model, monkeypatch):
+    """Blocks have shapes in which no dimension is as long as the prompt."""
+    append = GrowingStore.append
+
+    def concatenate(store, fields, *arguments, **options):
+        if len(store):
+            fields = {name: torch.cat([store.get(name), tensor], dim=2) for name, tensor in fields.items()}
+            store.clear()
+        append(store, fields, *arguments, **options)
+
+    monkeypatch.setattr(GrowingStore, "append", concatenate)
+    flushes = STEPS // 48
+    assert decode_operators(model, "int4").count("cat") >= 2 * flushes
 
 
 def test_full_precision_copies_the_cache_only_when_its_buffer_grows(model):
