@@ -281,11 +281,12 @@ def _carried_attributes(layer: Any) -> list[str]:
 
 
 def _restore_layer(layer: Any, state: dict[str, Any], device: torch.device) -> None:
-    """Fills an empty layer."""
-    for name, value in state.pop("attributes").items():
-        setattr(layer, name, value)
+    """Fills an empty layer: keys and values first, since that begins with a reset, which forgets all else."""
+    attributes = state.pop("attributes")
     if isinstance(layer, KVLayer):
         layer.load_state_dict(state, device)
+    for name, value in attributes.items():
+        setattr(layer, name, value)
 
 
 def _encode(value: Any, name: str, layer: str, tensors: dict[str, torch.Tensor]) -> Any:

@@ -11,7 +11,7 @@ from suite import STRATEGIES
 from transformers import DynamicCache
 
 from conftest import tiny_llama_config
-from hf_kvplus import KVPlusCache, build_cache
+from hf_kvplus import KVPlusCache, build_cache, load_cache, save_cache
 from hf_kvplus.hybrid import HybridKVLayer, RecurrentLayer
 from hf_kvplus.layer import KVLayer
 from hf_kvplus.memory import find_tensors
@@ -316,6 +316,20 @@ def test_a_window_refuses_the_callers_own_mask_for_several_tokens():
         case.forward(tokens[:, :PROMPT], cache)
         with pytest.raises(RuntimeError, match="this model's mask wasn't built with the cache's windows"):
             case.forward(tokens[:, PROMPT:], cache, attention_mask=torch.zeros(1, 1, 12, PROMPT + 12))
+
+
+@pytest.mark.parametrize("strategy", ["fp", "int4,recent=16"])
+@pytest.mark.parametrize("name", zoo.ZOO)
+def test_every_model_goes_on_from_a_file_bit_for_bit(name, strategy, tmp_path):
+    """Recurrent states beside keys and values, shared layers and both halves of a pair included."""
+    case = Case(zoo.ZOO[name], Strategy(strategy, 1))
+    tokens, cache = case.tokens(2, PROMPT + 8), case.cache()
+    with torch.no_grad():
+        case.forward(tokens[:, :PROMPT], cache)
+        save_cache(cache, tmp_path / "cache.safetensors", model=case.model)
+        loaded = load_cache(tmp_path / "cache.safetensors", case.model)
+        assert fingerprint(loaded) == fingerprint(cache)
+        assert torch.equal(case.extend(tokens[:, PROMPT:], loaded), case.extend(tokens[:, PROMPT:], cache))
 
 
 def test_transformers_own_layers_are_left_alone():
