@@ -40,6 +40,10 @@ class KVPlusEncoderDecoderCache(EncoderDecoderCache):
             if lacking:
                 raise TypeError(f"`{method}` isn't defined for {type(lacking[0]).__name__}, a layer of {half}")
 
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        """Returns the column of the decoder's next query, for masks; a window of ours answers with a number of its own."""
+        return self.self_attention_cache.get_query_offset(layer_idx)
+
     def activate_past_recording(self) -> None:
         """Keeps what leaves a window of the decoder until the next `crop`; older releases ask the pair itself."""
         self.self_attention_cache.activate_past_recording()

@@ -6,6 +6,7 @@ import pytest
 import torch
 import zoo
 from case import Case, Strategy, attention_layers
+from modes import MODES
 from transformers import DynamicCache, EncoderDecoderCache
 
 from hf_kvplus import KVPlusCache, KVPlusEncoderDecoderCache, QuantizedCache, build_cache
@@ -53,6 +54,13 @@ def test_one_cache_for_both_halves_is_refused_instead_of_mixing_them(name):
     case = Case(zoo.ZOO[name], Strategy("fp", 1))
     with pytest.raises(RuntimeError, match="needs two caches.*KVPlusEncoderDecoderCache"):
         case.generate(case.tokens(), KVPlusCache(case.model.config))
+
+
+@pytest.mark.parametrize("mode", ["greedy", "beam search", "prompt lookup", "chunked prefill", "multi-turn chat"])
+@pytest.mark.parametrize("name", ["BART", "Whisper"])
+def test_a_decoder_may_have_a_window(name, mode):
+    """Whisper leaves the masks to transformers, which asks the pair for what they are made of."""
+    MODES[mode].run(Case(zoo.ZOO[name], Strategy("window:90,sinks=4", 2e-5, window=(90, 4))))
 
 
 def test_the_encoders_half_keeps_everything_whatever_the_decoders_window():
