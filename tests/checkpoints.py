@@ -24,22 +24,23 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def save_tiny_checkpoint(folder: Path, *, seed: int = 0) -> Path:
+def save_tiny_checkpoint(folder: Path, *, seed: int = 0, **changes: int) -> Path:
     """Saves a seeded random Llama (2 layers, 4 query and 2 KV heads of 64) and a tokenizer of 64 words."""
     torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=len(WORDS),
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        max_position_embeddings=4096,
-        initializer_range=0.3,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
+    options = {
+        "vocab_size": len(WORDS),
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "max_position_embeddings": 4096,
+        "initializer_range": 0.3,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    config = LlamaConfig(**{**options, **changes})
     LlamaForCausalLM(config).save_pretrained(folder)
     tokenizer = Tokenizer(WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = Whitespace()

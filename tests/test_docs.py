@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import re
 import shlex
+import shutil
 from pathlib import Path
 
 import pytest
 import transformers
 import typer.main
+from typer.testing import CliRunner
 
-from checkpoints import one_thread, save_tiny_checkpoint
+from checkpoints import one_thread, save_tiny_checkpoint, write_words
+from hf_kvplus import available_strategies
 from hf_kvplus.cli import build_app
-from hf_kvplus.loading import load_model
+from hf_kvplus.loading import load_config, load_model
 from kvplus_eval.pages import fill_bench_page, fill_page
 from kvplus_eval.readme import BEGIN, END
 from test_model_card import ROWS
@@ -45,14 +48,78 @@ def test_python_snippets_run(page, loaded, monkeypatch, tmp_path):
         exec(compile(snippet, page.name, "exec"), {"model": model, "tokenizer": tokenizer, "inputs": inputs})
 
 
-@pytest.mark.parametrize("page", [*PAGES[:2], ROOT / "docs" / "evaluation.md"], ids=lambda page: page.stem)
+COMMAND = r"^(?: {4})?kvplus .*"
+COMMAND_PAGES = [
+    page for page in [PAGES[0], *sorted((ROOT / "docs").rglob("*.md"))] if re.search(COMMAND, page.read_text(), re.M)
+]
+
+
+@pytest.mark.parametrize("page", COMMAND_PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_commands_have_the_options_that_the_pages_give_them(page):
     group = typer.main.get_command(build_app())
-    lines = [line for block in blocks(page, "bash") for line in block.replace("\\\n", " ").splitlines()]
-    commands = [shlex.split(line, comments=True)[1:] for line in lines if line.startswith("kvplus ")]
+    lines = re.findall(COMMAND, page.read_text().replace("\\\n", " "), flags=re.MULTILINE)
+    # Lines with placeholders or remarks behind them aren't whole commands
+    commands = [shlex.split(line, comments=True)[1:] for line in lines if not set("$[(") & set(line)]
     assert commands
     for name, *arguments in commands:
         group.commands[name].make_context(name, arguments)  # raises on an unknown option or a bad value
+
+
+def test_every_strategy_has_a_page_that_says_what_it_does_costs_and_cannot():
+    heads = {}
+    for page in PAGES[2:]:
+        text = page.read_text()
+        for part in re.split(r"^#{1,2} (?=`)", text, flags=re.MULTILINE)[1:]:
+            told = set(re.findall(r"^\*\*(What|When)\b", part, flags=re.MULTILINE))
+            heads[part.splitlines()[0]] = told == {"What", "When"} and "can't do.**" in part and "cost" in part
+    for info in available_strategies():
+        name = "hf-..." if info.name.startswith("hf-") else info.name
+        own = [head for head in heads if re.search(rf"`{re.escape(name)}[`:]", head)]
+        assert own, f"no page for {info.name}"
+        assert all(heads[head] for head in own), own
+
+
+@pytest.fixture
+def workshop(tmp_path, monkeypatch):
+    """A folder with what the README's commands name: a model in the place of SmolLM2-135M, a text, an earlier run."""
+    for package in ("matplotlib", "numba", "optimum.quanto"):
+        pytest.importorskip(package)
+    shapes = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3}
+    model = save_tiny_checkpoint(tmp_path / "tiny", **shapes)
+    write_words(tmp_path / "my.txt", 70_000)
+    monkeypatch.chdir(tmp_path)
+    return str(model)
+
+
+# Smaller figures than those of the README, and what to add: enough to see that each command ends well.
+SMALLER = {"16,2048,8192": "16,256,512", "100": "8"}
+SMALLER_STILL = {
+    "eval": ("--window-tokens", "512", "--timing-rounds", "1", "--greedy-tokens", "16"),
+    "plan": ("--windows", "2", "--window-tokens", "512"),
+    "calibrate-gqa": ("--windows", "2"),
+    "convert-gqa": ("--windows", "2", "--heal-window-tokens", "128"),
+    "bench": ("--tokens", "4", "--rounds", "1"),
+}
+
+
+def test_the_commands_of_the_readme_run_one_after_the_other(workshop):
+    app, runner = build_app(), CliRunner()
+    lines = [line for block in blocks(PAGES[0], "bash") for line in block.splitlines()]
+    commands = [shlex.split(line, comments=True)[1:] for line in lines if line.startswith("kvplus ")]
+    assert len(commands) >= 12
+    for name, *given in commands:
+        # Memory is watched in processes of their own, which tests/eval does.
+        arguments = [argument for argument in given if argument != "--peak-memory"]
+        arguments = [SMALLER.get(argument, argument).replace("smollm2-135m", workshop) for argument in arguments]
+        arguments += SMALLER_STILL.get(name, ()) if "--dry-run" not in arguments else ()
+        if workshop not in arguments and name in ("generate", "eval", "bench"):
+            arguments += ["--model", workshop]
+        if name == "compare":
+            shutil.copytree("runs/mine", "runs/before")
+        result = runner.invoke(app, [name, *arguments], env={"COLUMNS": "160"})
+        assert result.exit_code == 0, (name, arguments, result.output[-2000:])
+    assert "kvplus: begin" in Path("README.md").read_text()
+    assert load_config("converted").num_key_value_heads == 2
 
 
 def test_pages_get_the_rows_of_their_strategies_and_the_yardstick():
