@@ -57,7 +57,6 @@ class BlockDirectory:
     """
 
     def __init__(self, path: Path | None, keep: bool = False) -> None:
-        self.leftover = False
         try:
             if path is None:
                 self.path, self._lock = _take_unnamed()
@@ -67,15 +66,19 @@ class BlockDirectory:
                 made = not self.path.exists()
                 self.path.mkdir(parents=True, exist_ok=True)
                 self._lock = _lock(self.path)
+            try:
+                self.leftover = (self.path / INDEX_NAME).exists()
+                if not keep:
+                    remove_files(self.path)
+            except OSError:
+                os.close(self._lock)
+                raise
         except OSError as error:
             where = error.filename or path or tempfile.gettempdir()
             raise OffloadError(
                 f"`directory`: {where} can't be used for offloading: {error.strerror}; name a folder that can be "
                 "written to"
             ) from error
-        self.leftover = (self.path / INDEX_NAME).exists()
-        if not keep:
-            remove_files(self.path)
         self._finalizer = weakref.finalize(self, _release, self.path, self._lock, made, os.getpid())
 
     @property
@@ -147,6 +150,9 @@ def _try_lock(path: Path) -> int | None:
         except BlockingIOError:
             os.close(descriptor)
             return None
+        except OSError:
+            os.close(descriptor)  # held, it would lock out whoever tries again
+            raise
         os.close(descriptor)
 
 

@@ -208,6 +208,9 @@ class Space:
         try:
             file = run.file or self.file_for(run.key)
             offset = file.append(records.numpy().data, run.record_bytes)
+        except OffloadError as error:  # tier `"auto"` takes its folder only now
+            self.broken = OffloadError(f"{what} of the {run.key[1]} of layer {run.key[0]} can't be written: {error}")
+            raise self.broken from error
         except OSError as error:
             where = self.directory.path if self.directory else self.options.directory
             self.broken = OffloadError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -171,6 +172,43 @@ def test_a_folder_without_permission_is_refused_before_work_starts(tmp_path, mon
         monkeypatch.setattr(directory.os, "open", refused)
     with pytest.raises(OffloadError, match=r"`directory`: .* can't be used for offloading: Permission denied"):
         make(tmp_path)
+
+
+def test_a_folder_that_couldnt_be_taken_isnt_held(tmp_path, monkeypatch):
+    """Its disk was full for a moment; then nothing keeps anybody from trying again."""
+
+    def full(*arguments):
+        raise OSError(errno.ENOSPC, "No space left on device", str(tmp_path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(directory.os, "write", full)
+        with pytest.raises(OffloadError, match="No space left on device"):
+            make(tmp_path)
+    make(tmp_path).close()
+
+
+def test_leftovers_that_cant_be_removed_are_told_and_the_folder_isnt_held(tmp_path):
+    stubborn = tmp_path / "kvplus-layer-0000-keys-000001.blocks"
+    stubborn.mkdir()
+    with pytest.raises(OffloadError, match=r"000001\.blocks can't be used for offloading"):
+        make(tmp_path)
+    stubborn.rmdir()
+    make(tmp_path).close()
+
+
+def test_a_cache_that_finds_no_folder_when_it_spills_goes_on_only_after_a_reset(tmp_path, monkeypatch):
+    """Layers differ in length then: going on would give wrong text."""
+    (tmp_path / "file").write_text("")
+    cache = build_cache("fp+offload:auto,budget=0", tiny_llama_config())
+    with monkeypatch.context() as patch:
+        patch.setattr(directory.tempfile, "gettempdir", lambda: str(tmp_path / "file"))
+        with pytest.raises(OffloadError, match=r"blocks of the keys of layer 0 can't be written: .*Not a directory"):
+            store(cache)
+    with pytest.raises(OffloadError, match="broke off earlier: .* blocks of the keys of layer 0"):
+        store(cache, 1)
+    cache.reset()
+    store(cache)
+    assert step(cache).shape[2] == TOKENS + 1
 
 
 def test_a_file_in_place_of_the_folder_is_refused(tmp_path):
