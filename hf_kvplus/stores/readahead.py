@@ -83,6 +83,8 @@ class CudaLane:
         with torch.cuda.stream(self.stream):
             if slot.freed is not None:
                 self.stream.wait_event(slot.freed)
+            # Given back meanwhile, its memory waits for this copy before it serves anything else.
+            slot.device.record_stream(self.stream)
             slot.device[: source.numel()].copy_(source, non_blocking=True)
             slot.ready = torch.cuda.Event()
             slot.ready.record(self.stream)
@@ -271,7 +273,10 @@ class ReadAhead:
                 return free.pop(index)
         if free:
             free.pop()
-        return Slot(size, device)
+        slot = Slot(size, device)
+        # Its memory may be what work that is only queued still reads.
+        self.lane(device).release(slot)
+        return slot
 
 
 def _joined(spans: Iterable[tuple[BlockFile, int, int]]) -> list[tuple[BlockFile, int, int]]:

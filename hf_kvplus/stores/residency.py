@@ -57,6 +57,10 @@ class Residency:
             surplus -= size
         return leaving
 
+    def forget(self, run: Run) -> None:
+        """Notes that a run is elsewhere."""
+        self._held.pop(run, None)
+
     def _rank(self, run: Run) -> tuple[int, int]:
         """Returns what the first to leave has least of."""
         position, tick = self._held[run]

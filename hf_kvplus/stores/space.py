@@ -239,6 +239,7 @@ class Space:
         if self.options.tier == CPU and device.type == "cpu":
             say_once(NOTHING_SAVED)
         if self.options.tier == AUTO and run.data.device == device:
+            self.in_host.forget(run)  # more blocks bring a run back that had left
             for leaving in self.on_device.admit(run, position):
                 self._leave_device(leaving)
         elif self.options.tier in (AUTO, DISK):

@@ -8,12 +8,14 @@ import pytest
 import torch
 
 from hf_kvplus.codecs.identity import IdentityCodec
-from hf_kvplus.stores import readahead
+from hf_kvplus.stores import readahead, space
+from hf_kvplus.stores import runs as offloaded_runs
 from hf_kvplus.stores.offloaded import OffloadedStore
 from hf_kvplus.stores.readahead import CudaLane, ReadAhead, Slot, make_lane
+from hf_kvplus.stores.runs import Layout, Run
 from hf_kvplus.stores.space import Offload, Shelves, Space
 
-CPU = torch.device("cpu")
+CPU, DEVICE = torch.device("cpu"), torch.device("cuda:0")
 
 
 @pytest.fixture
@@ -47,6 +49,10 @@ def notes(monkeypatch):
         yield
         happened.append((one.name, "ends"))
 
+    def hold(tensor, stream):
+        happened.append((stream.name, "holds"))
+
+    monkeypatch.setattr(torch.Tensor, "record_stream", hold)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "stream", stream)
@@ -63,17 +69,33 @@ def test_a_slot_is_filled_when_its_last_reader_is_done_and_read_when_it_is_full(
     lane.landed(slot)
     assert notes == [
         ("side", "begins"),
+        ("side", "holds"),
         ("side", "records", "event 1"),
         ("side", "ends"),
         ("main", "waits", "event 1"),
         ("main", "records", "event 2"),
         ("side", "begins"),
         ("side", "waits", "event 2"),
+        ("side", "holds"),
         ("side", "records", "event 3"),
         ("side", "ends"),
         ("host", "waits", "event 3"),
     ]
     assert torch.equal(slot.device[:64], source.flip(0))
+
+
+def run_in_memory(size: int) -> Run:
+    layout = Layout((("states", (1, size - 16), torch.uint8),))
+    return Run((0, "keys"), layout, 1, 1, torch.arange(size).to(torch.uint8))
+
+
+def test_a_new_slot_isnt_filled_before_what_was_queued_when_it_was_made(notes, monkeypatch):
+    """Its memory may have been that of states which an attention still on its way reads."""
+    monkeypatch.setattr(readahead, "make_lane", CudaLane)
+    ahead, run = ReadAhead(1), run_in_memory(256)
+    slot = ahead.take(run, CPU)
+    assert notes[:3] == [("main", "records", "event 1"), ("side", "begins"), ("side", "waits", "event 1")]
+    assert torch.equal(slot.device[:256], run.data)
 
 
 class SlotBesideHost(Slot):
@@ -106,6 +128,59 @@ def test_a_whole_cache_is_read_through_that_lane(notes, monkeypatch, tier):
     if tier.tier == "cpu":
         before = notes[: notes.index(waits[0])]
         assert before.count(("side", "begins")) == 6  # three runs of each layer are on their way
+
+
+class OnDevice(torch.Tensor):
+    """Host memory that says it is a device's."""
+
+    device = property(lambda self: DEVICE)  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_function__(cls, function, types, arguments=(), options=None):
+        made = super().__torch_function__(function, types, arguments, options)
+        return arguments[0] if function is torch.Tensor.copy_ else made
+
+
+def empty_somewhere(size: int, device: torch.device, pinned: bool = False) -> torch.Tensor:
+    made = torch.zeros(size, dtype=torch.uint8)
+    return made.as_subclass(OnDevice) if device == DEVICE else made
+
+
+def test_blocks_beyond_the_budgets_go_from_the_device_to_host_memory_to_files(notes, monkeypatch):
+    """Oldest first; what is read back is what was stored, from wherever it comes."""
+    for module in (offloaded_runs, readahead, space):
+        monkeypatch.setattr(module, "empty_bytes", empty_somewhere)
+    monkeypatch.setattr(readahead, "make_lane", CudaLane)
+    monkeypatch.setattr(OffloadedStore, "run_blocks", lambda self, batch: 2)
+    block_bytes = 64 * 32 * 4 + 16
+    shelves = Shelves(Space(Offload("auto", budget_bytes=4 * block_bytes, host_bytes=6 * block_bytes)))
+    store = OffloadedStore(IdentityCodec(), shelves, (0, "keys"))
+    states = torch.randn(1, 1, 64 * 20, 32).as_subclass(OnDevice)
+    for block in range(0, 20, 2):
+        store.append_states(states[:, :, 64 * block : 64 * block + 128])
+        out = torch.zeros(1, 1, 64 * (block + 2), 32).as_subclass(OnDevice)
+        store.decode(out)
+        assert torch.equal(out.as_subclass(torch.Tensor), states[:, :, : 64 * (block + 2)].as_subclass(torch.Tensor))
+    places = [None if one.run.data is None else one.run.data.device.type for one in store.entries]
+    assert places == [None] * 5 + ["cpu"] * 3 + ["cuda"] * 2
+    assert [one.run.file is not None for one in store.entries] == [True] * 5 + [False] * 5
+
+
+def test_a_run_that_grows_again_is_counted_where_it_is(notes, monkeypatch):
+    """Blocks that are added to a run in host memory bring it back to the device, which no file is written from."""
+    for module in (offloaded_runs, readahead, space):
+        monkeypatch.setattr(module, "empty_bytes", empty_somewhere)
+    monkeypatch.setattr(readahead, "make_lane", CudaLane)
+    shelves = Shelves(Space(Offload("auto", budget_bytes=0, host_bytes=1 << 30)))
+    store = OffloadedStore(IdentityCodec(), shelves, (0, "keys"))
+    states = torch.randn(1, 1, 64 * 2, 32).as_subclass(OnDevice)
+    store.append_states(states[:, :, :64])
+    assert shelves.space.in_host.held_bytes == store.allocated_bytes
+    shelves.space.on_device.budget_bytes = 1 << 30
+    store.append_states(states[:, :, 64:])
+    assert store.entries[0].run.data.device == DEVICE
+    assert shelves.space.in_host.held_bytes == 0
+    assert shelves.space.on_device.held_bytes == store.allocated_bytes
 
 
 def test_a_copy_has_slots_of_its_own():
