@@ -157,6 +157,7 @@ class ReadAhead:
         self._wanted: deque[tuple[Run, torch.device]] = deque()
         self._threads: ThreadPoolExecutor | None = None
         self._finalizer: Any = None
+        self._process = os.getpid()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ReadAhead:
         """A copy of a cache has slots of its own."""
@@ -170,6 +171,7 @@ class ReadAhead:
         """Tells what will be taken next, in order; what was announced before and isn't among it is forgotten."""
         if not self.layers:
             return
+        self._leave_parent()
         self._wanted = deque(runs)
         coming = {run for run, _ in self._wanted}
         for run in [run for run in self._pending if run not in coming]:
@@ -203,6 +205,7 @@ class ReadAhead:
 
     def threads(self) -> ThreadPoolExecutor:
         """Returns the threads that read files."""
+        self._leave_parent()
         if self._threads is None:
             self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="kvplus-read")
             self._finalizer = weakref.finalize(self, self._threads.shutdown, wait=False)
@@ -214,6 +217,7 @@ class ReadAhead:
         Raises:
             BlockError: If the run can't be read from its file.
         """
+        self._leave_parent()
         started = self._pending.pop(run, None)
         while self._wanted and self._wanted[0][0] is run:
             self._wanted.popleft()
@@ -240,12 +244,23 @@ class ReadAhead:
 
     def forget(self) -> None:
         """Drops everything that is on its way, and the slots."""
+        self._leave_parent()
         for run in list(self._pending):
             started = self._pending.pop(run)
             if isinstance(started, Future) and not started.cancel():
                 started.exception()  # waits; an error of something that nobody wants any more is none
         self._wanted.clear()
         self._free.clear()
+
+    def _leave_parent(self) -> None:
+        """Forgets, in a forked process, what its parent began: threads aren't copied, so it would never end here."""
+        if self._process == os.getpid():
+            return
+        self._process, self._threads = os.getpid(), None
+        self._pending.clear()
+        self._wanted.clear()
+        if self._finalizer is not None:
+            self._finalizer.detach()
 
     def _give_back(self, started: Slot | Future[Slot]) -> None:
         """Puts the slot of something unwanted back; a read that has begun ends first."""

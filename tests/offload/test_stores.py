@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import os
 import pickle
+import signal
+import time
 
 import pytest
 import torch
@@ -174,6 +177,33 @@ def test_slots_are_used_again(monkeypatch):
         counts.append(len(made))
     assert counts[0] > 0
     assert counts[1:] == [counts[1]] * 3
+
+
+def test_a_forked_process_reads_with_threads_of_its_own(monkeypatch):
+    """Those of its parent, and what they had begun, aren't there."""
+    monkeypatch.setattr(OffloadedStore, "run_blocks", lambda self, batch: 2)
+    shelves, codec = Shelves(Space(Offload("disk", budget_bytes=0))), CODECS["4 bits"].codecs()[0]
+    stores = [OffloadedStore(codec, shelves, (layer, "keys")) for layer in range(2)]
+    outs = [torch.empty(1, 2, 48 * 8, 32) for _ in range(3)]
+    for store in stores:
+        store.append_states(torch.randn(1, 2, 48 * 8, 32))
+        store.decode(outs[store.key[0]])
+    child = os.fork()
+    if child == 0:
+        for store in stores:
+            store.decode(outs[2])
+        os._exit(0 if torch.equal(outs[2], outs[1]) else 1)
+    deadline, ended = time.monotonic() + 20, 0
+    while not ended and time.monotonic() < deadline:
+        time.sleep(0.01)
+        ended, status = os.waitpid(child, os.WNOHANG)
+    if not ended:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    assert ended
+    assert status == 0
+    stores[0].decode(outs[2])
+    assert torch.equal(outs[2], outs[0])
 
 
 @pytest.mark.parametrize(
