@@ -125,6 +125,8 @@ class KVLayer(ShownStates, Rollback, LayerRows, LayerState, CacheLayerMixin):
     def reset(self) -> None:
         """Forgets everything and gives the memory back; the next `update` may have another batch size."""
         self._clear()
+        if self.shelf:
+            self.shelf.forget()
         self.record_past = False
         self.__dict__.pop("batch_size", None)
 

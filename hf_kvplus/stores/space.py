@@ -417,6 +417,12 @@ class Shelves:
             held = self.scratch[(device, name)] = empty_bytes(size, device)
         return held
 
+    def forget(self) -> None:
+        """Drops what is on its way and the memory that reading used, once nothing is held any more."""
+        self.ahead.forget()
+        self.scratch.clear()
+        self.dense.let_go()
+
 
 @dataclass
 class Shelf:
@@ -451,6 +457,10 @@ class Shelf:
     def check(self) -> None:
         """Refuses to go on after an error, see `Space.check`."""
         self.shelves.space.check()
+
+    def forget(self) -> None:
+        """Gives up what reading needs, see `Shelves.forget`."""
+        self.shelves.forget()
 
     @property
     def outlives(self) -> bool:

@@ -122,6 +122,19 @@ def test_reset_starts_anew_in_the_same_folder():
     assert cache.layers[0].packed_blocks
 
 
+@pytest.mark.parametrize("tier", ["offload:disk,budget=0", "offload:cpu"])
+def test_reset_after_reading_leaves_nothing_of_what_was_on_its_way(tier):
+    """The first layer is fetched again while the last one is read."""
+    cache = filled(f"int4+{tier}")
+    for layer in cache.layers:
+        layer.dense()
+    assert measure_memory(cache).total_bytes
+    cache.flush()
+    cache.reset()
+    assert measure_memory(cache).total_bytes == 0
+    assert cache.directory is None or not [name for name in os.listdir(cache.directory) if name.endswith(".blocks")]
+
+
 def test_a_copy_that_starts_anew_leaves_what_the_original_kept():
     cache = filled("offload:disk")
     cache.flush()
