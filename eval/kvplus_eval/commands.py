@@ -23,6 +23,7 @@ from kvplus_eval.data import EvalText, cut_windows, load_text
 from kvplus_eval.decode_peak import PeakJob, peak_table, watch_rows
 from kvplus_eval.evaluation import Finished, Job, asked, run_evaluation
 from kvplus_eval.growth import growth_rows, growth_table, require_contexts
+from kvplus_eval.guards import claimed_stored_bits
 from kvplus_eval.html import write_page
 from kvplus_eval.journal import fingerprint
 from kvplus_eval.kernel_bench import Shape, kernel_summary, kernel_table, read_shape, run_kernel_bench
@@ -110,6 +111,8 @@ def evaluate(
     given = {key: value for key, value in locals().items() if key in OPTIONS}
     settings = settle(suite, given)
     names = choose_strategies(settings.strategies)
+    for name in names:
+        claimed_stored_bits(name)  # a claim that is no number is told before any work
     for task in settings.protocol.tasks:
         TASKS.get(task)
     if dry_run:

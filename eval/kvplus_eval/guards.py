@@ -95,7 +95,11 @@ def refuse_lossless(strategy: str, divergence: torch.Tensor) -> None:
 
 
 def claimed_stored_bits(strategy: str) -> float | None:
-    """Returns the bits an element that a strategy claims, by its registered entry or its name; None for no claim."""
+    """Returns the bits an element that a strategy claims, by its registered entry or its name; None for no claim.
+
+    Raises:
+        ValueError: If an adapter's `bits` are no number.
+    """
     claims = [_claimed_by_part(part) for part in parse(strategy)]
     found = [claim for claim in claims if claim is not None]
     return min(found) if found else None
@@ -105,6 +109,10 @@ def _claimed_by_part(part: Part) -> float | None:
     """Returns what one part claims; a pair such as `k8v4` claims the mean of its widths, an adapter its `bits`."""
     name = part.name
     if "bits" in part.options:
-        return float(part.options["bits"])
+        try:
+            return float(part.options["bits"])
+        except ValueError:
+            given = part.options["bits"]
+            raise ValueError(f"strategy part `{part.text}`: `bits` must be a number, got {given!r}") from None
     pair = re.fullmatch(r"k(\d+)v(\d+)", name)
     return (int(pair[1]) + int(pair[2])) / 2 if pair else find_strategy(name).info.stored_bits

@@ -136,7 +136,7 @@ def is_ours(strategy: str) -> bool:
 def keeps_every_token(strategy: str) -> bool:
     """Whether a strategy promises that every token's own states, quantized or not, come back from every head."""
     parts = parse(strategy)
-    return not any(part.name in ("window", "gqa") or "evicts" in part.options for part in parts)
+    return not any(part.name in ("window", "gqa") or part.options.get("evicts") == "yes" for part in parts)
 
 
 def require_positions(config: PreTrainedConfig, tokens: int) -> None:

@@ -37,10 +37,12 @@ def adapter(part: Part, config: PretrainedConfig, max_length: int | None) -> Cac
         The cache.
 
     Raises:
-        ValueError: If the module or the function is missing.
+        ValueError: If the module or the function is missing, or `evicts` is neither yes nor no.
         TypeError: If what the function returns isn't a transformers cache.
     """
     part.require_options(*OPTIONS)
+    if part.options.get("evicts", "no") not in ("yes", "no"):
+        raise ValueError(f"strategy part `{part.text}`: `evicts` must be yes or no, got {part.options['evicts']!r}")
     if not part.value:
         raise ValueError(f"strategy part `{part.text}` needs a module or a .py file: write `adapter:my_caches`")
     module, name = _load(part.value, part.text), part.options.get("function", DEFAULT_FUNCTION)

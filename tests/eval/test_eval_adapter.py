@@ -47,6 +47,7 @@ def test_a_file_or_a_module_makes_the_cache(config, tmp_path, monkeypatch):
         ("adapter:gone/theirs.py", ValueError, "there is no file `gone/theirs.py`"),
         ("adapter:json", ValueError, "`json` has no function `make_cache`"),
         ("adapter:json,function=loads,color=red", ValueError, "unknown option color; it takes function, bits, evicts"),
+        ("adapter:json,evicts=perhaps", ValueError, "`evicts` must be yes or no, got 'perhaps'"),
         ("adapter:operator,function=eq", TypeError, "`eq` must return a transformers Cache, got bool"),
     ],
 )
@@ -56,6 +57,8 @@ def test_what_is_wrong_with_an_adapter_is_told(config, strategy, kind, words):
 
 
 def test_claims_of_an_adapter_are_its_own():
+    with pytest.raises(ValueError, match="`bits` must be a number, got 'few'"):
+        claimed_stored_bits("adapter:theirs,bits=few")
     assert claimed_stored_bits("adapter:theirs") is None
     assert claimed_stored_bits("adapter:theirs,bits=4.5") == 4.5
     assert choose_strategies("fp,adapter:theirs,bits=4.5,evicts=yes") == ["fp", "adapter:theirs,bits=4.5,evicts=yes"]

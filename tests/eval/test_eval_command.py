@@ -151,6 +151,7 @@ def test_one_pass_over_the_window_prints_no_figure_and_exits_with_1(place, tmp_p
     [
         (["--strategies", "dynamic,itn4"], "unknown strategy `itn4`: did you mean `int4`"),
         (["--strategies", ","], "at least one strategy"),
+        (["--strategies", "adapter:json,bits=few"], "`bits` must be a number, got 'few'"),
         (["--strategies", "fp,fp"], "fp more than once"),
         (["--text", "gone.txt"], "gone.txt`: no such file"),
         (["--window-tokens", "2000", "--windows", "1"], "has 1000 tokens, shorter than one window of 2000"),
