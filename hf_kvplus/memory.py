@@ -38,6 +38,7 @@ class MemoryBreakdown:
         disk_bytes: Bytes of blocks in files, not part of `total_bytes`; some may be in memory as well.
         shared_bytes: Head projections. Weights rather than content: all caches of a model share them, whatever their
             length, so they aren't part of `total_bytes`.
+        away_bytes: Codes, scales and zero points that are in files alone, not part of `total_bytes`.
     """
 
     packed_bytes: int
@@ -50,6 +51,7 @@ class MemoryBreakdown:
     shared_bytes: int = 0
     host_bytes: int = 0
     disk_bytes: int = 0
+    away_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
@@ -68,8 +70,8 @@ class MemoryBreakdown:
 
     @property
     def packed_bits_per_element(self) -> float:
-        """Bits per packed element: codes, scales and zero points; 0 where nothing is packed."""
-        return 8 * self.packed_bytes / self.packed_elements if self.packed_elements else 0.0
+        """Bits per packed element: codes, scales and zero points, wherever they are; 0 where nothing is packed."""
+        return 8 * (self.packed_bytes + self.away_bytes) / self.packed_elements if self.packed_elements else 0.0
 
 
 def measure_memory(cache: Cache) -> MemoryBreakdown:
@@ -97,7 +99,9 @@ def measure_memory(cache: Cache) -> MemoryBreakdown:
             layer_elements, layer_packed = _layer_elements(layer)
         else:
             payload = find_tensors([vars(layer).get("_quantized_keys"), vars(layer).get("_quantized_values")])
-            held = [tensor for tensor in (layer.keys, layer.values) if isinstance(tensor, torch.Tensor)]
+            both = (getattr(layer, name, None) for name in ("keys", "values"))
+            # Codes that another package keeps there are no elements
+            held = [one for one in both if isinstance(one, torch.Tensor) and one.is_floating_point()]
             packed += sum(storage_bytes(payload).values())
             full_precision += sum(storage_bytes(held).values())
             layer_packed = _quantized_elements(layer)
@@ -125,10 +129,12 @@ def _is_shelved(layer: Any) -> bool:
     return isinstance(layer, KVLayer) and layer.shelf is not None
 
 
-def _places(cache: Any) -> tuple[int, int]:
-    """Returns the bytes of offloaded blocks in host memory beside the device, and in files."""
+def _places(cache: Any) -> tuple[int, int, int]:
+    """Returns the bytes of offloaded blocks in host memory beside the device, in files, and of payload only there."""
     stores = [store for layer in _attention_layers(cache) if _is_shelved(layer) for store in layer.packed.values()]
-    return sum(store.host_bytes for store in stores), sum(store.disk_bytes for store in stores)
+    names = ("host_bytes", "disk_bytes", "away_bytes")
+    host, disk, away = (sum(getattr(store, name) for store in stores) for name in names)
+    return host, disk, away
 
 
 def measure_layers(cache: Cache) -> tuple[int, ...]:

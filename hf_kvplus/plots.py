@@ -82,7 +82,7 @@ def plot_loss(rows: Sequence[Row], path: Path) -> None:
     """Draws KL divergence against stored bits, both logarithmic, one point a strategy.
 
     The reference itself isn't drawn, its divergence is zero unless another model is the reference. Points below the
-    floor are drawn on it, as triangles.
+    floor are drawn on it, as triangles, and rows whose bits nobody knows not at all.
 
     Args:
         rows: Result rows with status `ok`.
@@ -96,6 +96,8 @@ def plot_loss(rows: Sequence[Row], path: Path) -> None:
     points: list[tuple[float, float, str, str]] = []
     for row, color in shown:
         bits, loss = row["metrics"]["stored_bits_per_element"], row["metrics"]["kl_mean_nats"]
+        if bits is None:
+            continue
         marker = "v" if loss < KL_FLOOR_NATS else "s" if _is_host(row) else "o"
         axes.plot(bits, max(loss, KL_FLOOR_NATS), marker, color=color, markersize=9, markeredgecolor="white", zorder=3)
         below = " (below 1e-7)" if loss < KL_FLOOR_NATS else ""

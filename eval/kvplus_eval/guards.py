@@ -14,7 +14,7 @@ import torch
 from hf_kvplus import MemoryBreakdown
 from hf_kvplus.strategies.build import find_strategy
 from hf_kvplus.strategies.grammar import Part, parse
-from kvplus_eval.protocol import Protocol
+from kvplus_eval.protocol import Protocol, is_foreign
 
 FULL_PRECISION_BITS = 16
 # What is left of KL in float64 between equal float32 outputs; the largest of 2047 positions is about 1e-13
@@ -61,13 +61,15 @@ def refuse_unpacked(strategy: str, memory: MemoryBreakdown, full_bytes: int) -> 
         full_bytes: What the reference cache held at the same length.
 
     Raises:
-        RefusedError: If nothing was packed, or the cache isn't smaller than the full one.
+        RefusedError: If nothing was packed, or the cache isn't smaller than the full one. What a cache of another
+            package keeps in places of its own may be packed, so that only its size counts.
     """
     claimed_bits = claimed_stored_bits(strategy)
     if claimed_bits is None or claimed_bits >= FULL_PRECISION_BITS:
         return
     claim = f"`{strategy}` claims {claimed_bits:g} bits an element"
-    if memory.packed_bytes == 0:
+    packed_bytes = memory.packed_bytes + memory.away_bytes
+    if packed_bytes == 0 and not (is_foreign(strategy) and memory.other_bytes):
         raise RefusedError(f"{claim}, but nothing was packed; feed more tokens (--window-tokens, --context)")
     if memory.total_bytes >= full_bytes:
         raise RefusedError(f"{claim}, but its cache takes {memory.total_bytes} bytes and the full cache {full_bytes}")

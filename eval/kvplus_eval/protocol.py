@@ -133,6 +133,11 @@ def is_ours(strategy: str) -> bool:
     return all(find_strategy(part.name).info.composable for part in parse(strategy))
 
 
+def is_foreign(strategy: str) -> bool:
+    """Whether a strategy is a cache of another package, of which nothing is known but what it answers."""
+    return any(part.name == "adapter" for part in parse(strategy))
+
+
 def keeps_every_token(strategy: str) -> bool:
     """Whether a strategy promises that every token's own states, quantized or not, come back from every head."""
     parts = parse(strategy)

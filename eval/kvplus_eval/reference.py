@@ -71,6 +71,10 @@ class ReferenceStore:
         """Returns the bytes of the reference cache at the end of a window."""
         return int(json.loads(self._note(window).read_text())["full_bytes"])
 
+    def full_elements(self, window: int) -> int:
+        """Returns the elements of keys and values in it, 0 where an earlier version left the window."""
+        return int(json.loads(self._note(window).read_text()).get("full_elements", 0))
+
     def stored_bytes(self) -> int:
         """Returns the size of the files on disk."""
         return sum(path.stat().st_size for path in self.folder.iterdir())
@@ -108,14 +112,17 @@ class ReferenceStore:
         del rows
         os.replace(partial, self._array(window))
 
-    def finish(self, window: int, full_bytes: int) -> None:
+    def finish(self, window: int, full_bytes: int, full_elements: int = 0) -> None:
         """Marks a recorded window as complete.
 
         Args:
             window: Which window.
             full_bytes: Bytes of the reference cache at its end.
+            full_elements: Elements of keys and values in it.
         """
-        write_whole(self._note(window), json.dumps({"full_bytes": full_bytes}).encode())
+        write_whole(
+            self._note(window), json.dumps({"full_bytes": full_bytes, "full_elements": full_elements}).encode()
+        )
 
     def _array(self, window: int) -> Path:
         return self.folder / f"window-{window:04d}.npy"

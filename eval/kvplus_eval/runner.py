@@ -8,15 +8,16 @@ Left out: batches.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import torch
 from transformers import Cache, PreTrainedModel
 
-from hf_kvplus import build_cache, measure_memory
+from hf_kvplus import MemoryBreakdown, build_cache, measure_memory
 from kvplus_eval.guards import refuse_lossless, refuse_miscounted, refuse_unpacked, refuse_unread
 from kvplus_eval.measured import WindowScores
 from kvplus_eval.metrics import score_positions
-from kvplus_eval.protocol import REFERENCE_STRATEGY, Protocol
+from kvplus_eval.protocol import REFERENCE_STRATEGY, Protocol, is_foreign, keeps_every_token
 from kvplus_eval.reference import ReferenceStore
 from kvplus_eval.stepping import step
 
@@ -56,7 +57,8 @@ def record_reference(
                 stop = min(start + len(logits), protocol.predicted_tokens)
                 log_probs = torch.log_softmax(logits[: stop - start].float(), dim=1)
                 rows[start:stop] = log_probs.cpu().numpy()
-        store.finish(index, measure_memory(cache).total_bytes)
+        memory = measure_memory(cache)
+        store.finish(index, memory.total_bytes, memory.elements)
 
 
 def score_window(
@@ -108,7 +110,7 @@ def score_window(
             if index == 0:
                 curve.append((start + len(logits), measure_memory(cache).total_bytes))
             advance(len(logits))
-    memory, full_bytes = measure_memory(cache), store.full_bytes(index)
+    memory, full_bytes = _measure(strategy, cache, index, store), store.full_bytes(index)
     positions = {column: torch.cat(pieces) for column, pieces in columns.items()}
     # Of a model with another one's reference the first window alone is compared with its own full cache
     if index == 0 or store.own is None:
@@ -116,6 +118,15 @@ def score_window(
         refuse_lossless(strategy, torch.cat(moved))
     peak_bytes = torch.cuda.max_memory_allocated(model.device) if model.device.type == "cuda" else None
     return WindowScores(positions, memory, full_bytes, curve, list(getattr(cache, "plan", [])), peak_bytes)
+
+
+def _measure(strategy: str, cache: Cache, index: int, store: ReferenceStore) -> MemoryBreakdown:
+    """Counts the bytes of a cache; what one of another package keeps in its own way has the full cache's elements."""
+    memory, own = measure_memory(cache), store.itself
+    index = index if store.own is None else 0
+    if not is_foreign(strategy) or not keeps_every_token(strategy) or not own.has(index):
+        return memory
+    return replace(memory, elements=own.full_elements(index) or memory.elements)
 
 
 def _score_chunk(logits: torch.Tensor, reference: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:

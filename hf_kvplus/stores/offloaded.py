@@ -351,6 +351,15 @@ class OffloadedStore(PackedStore):
         )
 
     @property
+    def away_bytes(self) -> int:
+        """Bytes of payload that are in files alone."""
+        return sum(
+            entry.count * entry.run.batch * entry.run.layout.payload_bytes()
+            for entry in self.entries
+            if entry.run.data is None
+        )
+
+    @property
     def allocated_bytes(self) -> int:
         """Bytes of the buffers behind that payload."""
         return sum(entry.run.data.nbytes for entry in self.entries if entry.run.data is not None)

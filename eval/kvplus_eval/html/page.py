@@ -108,7 +108,9 @@ def _verdict(rows: Sequence[Row]) -> str:
 
 
 def _with_loss(rows: Sequence[Row]) -> list[Row]:
-    return [row for row in rows if not _is_yardstick(row) and _figure(row, "kl_mean_nats") is not None]
+    """Returns the rows that have a place among losses and bits."""
+    figures = ("kl_mean_nats", "stored_bits_per_element")
+    return [row for row in rows if not _is_yardstick(row) and None not in (_figure(row, name) for name in figures)]
 
 
 def _is_yardstick(row: Row) -> bool:

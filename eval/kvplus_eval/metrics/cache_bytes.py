@@ -10,7 +10,8 @@ from kvplus_eval.metrics.base import METRICS, Column, Metric
 class CacheBytes(Metric):
     """Bytes of every live tensor of the cache at the end of a window, the largest window counting.
 
-    The share compares with the full cache, measured in the same way at the same length.
+    The share compares with the full cache, measured in the same way at the same length. Of an offloaded cache
+    `host_bytes` are part of the bytes, `disk_bytes` come on top of them.
     """
 
     columns = {
@@ -19,6 +20,8 @@ class CacheBytes(Metric):
         "full_precision_bytes": Column("bytes", "neither"),
         "reserved_bytes": Column("bytes", "neither"),
         "other_bytes": Column("bytes", "neither"),
+        "host_bytes": Column("bytes", "neither"),
+        "disk_bytes": Column("bytes", "lower"),
         "share_of_full_cache": Column("share", "lower"),
         "peak_device_bytes": Column("bytes", "lower"),
     }
@@ -35,6 +38,8 @@ class CacheBytes(Metric):
             "full_precision_bytes": memory.full_precision_bytes,
             "reserved_bytes": memory.reserved_bytes,
             "other_bytes": memory.other_bytes,
+            "host_bytes": memory.host_bytes,
+            "disk_bytes": memory.disk_bytes,
             "share_of_full_cache": memory.total_bytes / measured.full_bytes if measured.full_bytes else None,
             "peak_device_bytes": measured.peak_bytes,
         }

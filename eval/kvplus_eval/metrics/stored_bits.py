@@ -11,7 +11,8 @@ class StoredBits(Metric):
     """Bits per key or value element at the end of a window.
 
     `stored` counts everything: codes, scales, zero points, sinks, recent tokens and room to grow. `packed` counts the
-    packed part alone, the value that `stored` approaches as the context grows.
+    packed part alone, wherever it lies: the value that `stored` approaches as the context grows, unless blocks leave
+    memory. Neither is known of a cache that evicts and keeps what is left in a way of its own.
     """
 
     columns = {
@@ -25,5 +26,6 @@ class StoredBits(Metric):
         memory = measured.memory
         if memory is None:
             return dict.fromkeys(StoredBits.columns)
-        packed = memory.packed_bits_per_element if memory.packed_bytes else None
-        return {"stored_bits_per_element": memory.bits_per_element, "packed_bits_per_element": packed}
+        packed = memory.packed_bits_per_element if memory.packed_bytes + memory.away_bytes else None
+        stored = memory.bits_per_element if memory.elements else None
+        return {"stored_bits_per_element": stored, "packed_bits_per_element": packed}
