@@ -273,6 +273,7 @@ def _score(outcome, index, token_ids, job, store, journal, pieces, advance) -> N
         advance(len(token_ids))
         return
     scores = score_window(outcome.strategy, index, job.model, token_ids, job.protocol, store, advance)
+    outcome.is_warm = True
     pieces[index] = scores.pack()
     journal.save(pieces[index], *key)
 

@@ -36,6 +36,7 @@ class Outcome:
         reason: Why there are no figures, None while there is no such reason.
         trace: Traceback of a failure.
         measured: Raw measurements, of use only while the status is `ok`.
+        is_warm: Whether this process has run the strategy, so that nothing is compiled or read in while it is timed.
     """
 
     strategy: str
@@ -43,6 +44,7 @@ class Outcome:
     reason: str | None = None
     trace: str | None = None
     measured: Measured = field(default_factory=Measured)
+    is_warm: bool = False
 
     def attempt(self, work: Callable[[], None]) -> None:
         """Runs a piece of work unless an earlier one went wrong, and records how it ends."""

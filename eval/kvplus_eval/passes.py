@@ -19,7 +19,7 @@ from kvplus_eval.reference import ReferenceStore
 from kvplus_eval.runner import make_cache, record_reference
 from kvplus_eval.sensitivity import has_sensitivity, layer_loss, lossy_layers
 from kvplus_eval.tasks import Haystack, Sample, answer_sample, make_samples
-from kvplus_eval.timing import Times, add_times, rotated, share_reference_text, time_once
+from kvplus_eval.timing import Times, add_times, rotated, share_reference_text, time_once, warm_up
 
 if TYPE_CHECKING:
     from kvplus_eval.evaluation import Job
@@ -139,6 +139,9 @@ def _time_round(job: Job, outcome: Outcome, turn: int, journal: Journal) -> None
     key = ("times", outcome.strategy, turn)
     if not journal.has(*key):
         protocol = job.protocol
+        if not outcome.is_warm:
+            warm_up(outcome.strategy, job.model, job.windows[0], protocol)
+            outcome.is_warm = True
         longest = max(protocol.decode_tokens, protocol.greedy_tokens) if turn == 0 else protocol.decode_tokens
         times = time_once(outcome.strategy, job.model, job.windows[0], protocol, decoded_tokens=longest)
         journal.save(vars(times), *key)

@@ -1,7 +1,8 @@
 """Prefill and decode times, and greedy text, with all strategies taking turns in one run.
 
 A shared machine drifts over minutes. Every round therefore times each strategy once, starting with another one each
-time, and medians are taken over rounds. Times are only measured for strategies that passed the quality pass.
+time, and medians are taken over rounds. Times are only measured for strategies that passed the quality pass, which
+warms them up; where an earlier process did that pass, a short run does.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ from transformers import Cache, PreTrainedModel
 from kvplus_eval.measured import Measured
 from kvplus_eval.protocol import Protocol
 from kvplus_eval.runner import make_cache, step
+
+# More than what any strategy keeps at full precision, and a block
+WARM_TOKENS, WARM_STEPS = 256, 2
 
 
 @dataclass
@@ -95,6 +99,18 @@ def time_once(
             logits = step(model, cache, token, last_only=True)
             times.decode_ms.append(clock_ms(model.device) - step_began)
     return times
+
+
+def warm_up(strategy: str, model: PreTrainedModel, token_ids: torch.Tensor, protocol: Protocol) -> None:
+    """Runs a strategy for a moment, far enough that it packs, so that nothing is compiled while it is timed.
+
+    Args:
+        strategy: A strategy string.
+        model: The model.
+        token_ids: The window, shape (window_tokens,).
+        protocol: As for `time_once`.
+    """
+    time_once(strategy, model, token_ids[:WARM_TOKENS], protocol, decoded_tokens=WARM_STEPS)
 
 
 def share_reference_text(measured: Iterable[Measured], greedy_ids: list[int]) -> None:

@@ -9,7 +9,7 @@ import hf_kvplus
 from checkpoints import one_thread, save_tiny_checkpoint
 from hf_kvplus import MemoryBreakdown, available_strategies
 from hf_kvplus.loading import load_model
-from kvplus_eval import runner
+from kvplus_eval import passes, runner
 from kvplus_eval.data import EvalText
 from kvplus_eval.evaluation import Job, run_evaluation
 from kvplus_eval.guards import RefusedError, claimed_stored_bits, refuse_unpacked
@@ -119,3 +119,26 @@ def test_output_that_isnt_finite_fails_the_strategy_and_no_other(loaded, tmp_pat
 def test_claims_are_read_from_the_strategy(strategy, bits):
     assert claimed_stored_bits(strategy) == bits
     assert claimed_stored_bits("int4") == next(s.stored_bits for s in available_strategies() if s.name == "int4") > 4
+
+
+def test_offloaded_blocks_count_as_packed_wherever_they_are(loaded, tmp_path):
+    # Long enough that two layers hold more than the buffers that they are decoded into
+    rows = evaluate(loaded, tmp_path, ["int4", "int4+offload:disk,budget=0"], window_tokens=1280)
+    plain, away = (row["metrics"] for row in rows.values())
+    assert [row["status"] for row in rows.values()] == ["ok", "ok"]
+    assert away["packed_bytes"] == 0 < away["disk_bytes"]
+    assert away["packed_bits_per_element"] == plain["packed_bits_per_element"]
+    assert away["kl_mean_nats"] == plain["kl_mean_nats"]
+    assert plain["disk_bytes"] == plain["host_bytes"] == 0
+
+
+def test_a_strategy_that_only_an_earlier_process_ran_is_warmed_up_before_its_times(loaded, tmp_path, monkeypatch):
+    warmed = []
+    monkeypatch.setattr(passes, "warm_up", lambda strategy, *rest: warmed.append(strategy))
+    timed = {"timing_rounds": 2, "decode_tokens": 2, "greedy_tokens": 2}
+    evaluate(loaded, tmp_path, ["dynamic", "int4"], **timed)
+    assert warmed == []
+    for piece in tmp_path.glob("unfinished/*/times-int4*.piece"):
+        piece.unlink()
+    evaluate(loaded, tmp_path, ["dynamic", "int4"], **timed)
+    assert warmed == ["int4"]
