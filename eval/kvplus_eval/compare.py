@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from rich.box import SIMPLE_HEAD
@@ -23,6 +23,9 @@ from kvplus_eval.results import SCHEMA, Row, read_rows
 RESULTS_NAME = "results.jsonl"
 SAME = ("model.name", "model.revision", "model.dtype", "text.sha256", "protocol.windows", "protocol.window_tokens")
 SAME += ("protocol.chunk_tokens", "reference_model.name", "reference_model.revision")
+# What else has to be the same where planted facts were asked for, and where times are compared
+SAME_FACTS = ("protocol.tasks", "protocol.task_lengths", "protocol.task_depths", "protocol.task_samples")
+SAME_TIMES = ("protocol.prefill_chunk_tokens", "protocol.decode_tokens")
 # What a mean KL must exceed before it counts at all: below, float32 rounding decides
 FLOOR_NATS = 1e-9
 
@@ -108,9 +111,11 @@ def compare_runs(before: Sequence[Row], after: Sequence[Row], tolerances: Tolera
         The findings, in the order of A's strategies; those that only B has are left out.
 
     Raises:
-        ValueError: If the runs don't measure the same, or share no strategy.
+        ValueError: If the runs don't measure the same, share no strategy, or the first has no figures.
     """
-    for name in SAME:
+    asked = any(rows[0]["protocol"].get("tasks") for rows in (before, after))
+    timed = tolerances.time is not None
+    for name in (*SAME, *(SAME_FACTS if asked else ()), *(SAME_TIMES if timed else ())):
         part, key = name.split(".")
         # Older rows have no reference model, and most newer ones have null there
         mine, theirs = ((rows[0].get(part) or {}).get(key) for rows in (before, after))
@@ -122,6 +127,8 @@ def compare_runs(before: Sequence[Row], after: Sequence[Row], tolerances: Tolera
     findings: list[Finding] = []
     for row in before:
         findings += _compare(row, rows.get(row["strategy"]), tolerances)
+    if not findings:
+        raise ValueError("the first run has no figures to compare with: none of its strategies ended well")
     return findings
 
 
@@ -143,10 +150,17 @@ def _compare(before: Row, after: Row | None, tolerances: Tolerances) -> list[Fin
     if tolerances.time is not None:
         if before["device"] != after["device"]:
             raise ValueError("the runs come from different machines or threads, so times can't be compared")
+        if before["metrics"].get("decode_ms_per_token") is None:
+            raise ValueError("the first run has no times; run it with --timing-rounds, or leave out --time-tolerance")
         findings += [
             _relative(name, before, after, figure, tolerances.time) for figure in ("prefill_ms", "decode_ms_per_token")
         ]
-    return [finding for finding in findings if finding.before is not None and finding.after is not None]
+    # What the yardstick lacks judges nothing; what only it has is lost
+    return [
+        one if one.after is not None else replace(one, worse=True, why="B doesn't have it")
+        for one in findings
+        if one.before is not None
+    ]
 
 
 def _is_agreement(figure: str, meaning: Row) -> bool:

@@ -94,6 +94,43 @@ def test_runs_that_measured_something_else_are_refused():
         worse([row("int4")], [row("fp")])
 
 
+@pytest.mark.parametrize(
+    ("part", "value"), [("tasks", ["copy"]), ("task_lengths", [512]), ("task_depths", [0.5]), ("task_samples", 2)]
+)
+def test_other_planted_facts_arent_compared(part, value):
+    asked = {"tasks": ["needle"], "task_lengths": [1024], "task_depths": [0.1, 0.9], "task_samples": 1}
+    before, after = row("int4"), row("int4")
+    before["protocol"] |= asked
+    after["protocol"] |= asked
+    assert worse([before], [after]) == set()
+    after["protocol"][part] = value
+    with pytest.raises(ValueError, match=rf"differ in protocol\.{part}"):
+        worse([before], [after])
+
+
+def test_times_of_other_chunks_arent_compared():
+    before, after = row("int4"), row("int4")
+    after["protocol"]["prefill_chunk_tokens"] = 512
+    assert worse([before], [after]) == set()
+    with pytest.raises(ValueError, match=r"differ in protocol\.prefill_chunk_tokens"):
+        worse([before], [after], time=0.2)
+
+
+def test_a_figure_that_only_the_yardstick_has_is_lost_and_not_passed_over():
+    assert worse([row("int4")], [row("int4", top1_agreement=None)]) == {("int4", "top1_agreement")}
+    assert worse([row("int4", top1_agreement=None)], [row("int4")]) == set()
+    timeless = row("int4", prefill_ms=None, decode_ms_per_token=None)
+    assert worse([row("int4")], [timeless], time=0.2) == {("int4", "prefill_ms"), ("int4", "decode_ms_per_token")}
+    with pytest.raises(ValueError, match="the first run has no times"):
+        worse([timeless], [row("int4")], time=0.2)
+
+
+def test_a_yardstick_without_figures_passes_nobody():
+    failed = {**row("int4"), "status": "failed", "reason": "RuntimeError: no", "metrics": {}}
+    with pytest.raises(ValueError, match="has no figures to compare with"):
+        worse([failed], [row("int4")])
+
+
 def write(path, rows):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(one) + "\n" for one in rows))
