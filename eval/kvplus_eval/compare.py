@@ -17,7 +17,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from hf_kvplus.units import MISSING, format_number
-from kvplus_eval.metrics.perplexity import paired_interval
+from kvplus_eval.metrics.perplexity import bootstrap_interval
 from kvplus_eval.results import SCHEMA, Row, read_rows
 
 RESULTS_NAME = "results.jsonl"
@@ -173,7 +173,7 @@ def _paired(name: str, before: Row, after: Row, column: str, figure: str, tolera
     mine, theirs = before.get("windows", {}).get(column, []), after.get("windows", {}).get(column, [])
     low = high = None
     if mine and len(mine) == len(theirs):
-        low, high = paired_interval([b - a for a, b in zip(mine, theirs, strict=True)])
+        low, high = bootstrap_interval([b - a for a, b in zip(mine, theirs, strict=True)])
     if old is None or new is None:
         return Finding(name, figure, old, new)
     if figure == "perplexity":

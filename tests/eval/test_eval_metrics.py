@@ -6,7 +6,7 @@ import torch
 from hf_kvplus import MemoryBreakdown
 from kvplus_eval.measured import Measured
 from kvplus_eval.metrics import METRICS, column_units, score_positions, summarize
-from kvplus_eval.metrics.perplexity import paired_interval
+from kvplus_eval.metrics.perplexity import bootstrap_interval, paired_interval
 
 
 def log_probs(*shape, seed=0):
@@ -73,9 +73,15 @@ def test_the_interval_of_equal_differences_is_that_difference():
 
 
 def test_the_interval_holds_the_mean_and_stays_within_the_windows():
-    differences = [0.01, -0.02, 0.05, 0.03, 0.00, 0.02]
+    differences = [0.01, -0.02, 0.05, 0.03, 0.00, 0.02, 0.01, 0.02]
     low, high = paired_interval(differences)
-    assert min(differences) <= low < sum(differences) / 6 < high <= max(differences)
+    assert min(differences) <= low < sum(differences) / 8 < high <= max(differences)
+
+
+def test_few_windows_get_students_interval():
+    """Twice 12.7 standard errors of two values; tables have that quantile."""
+    assert paired_interval([0.0, 0.2]) == pytest.approx((0.1 - 1.27062, 0.1 + 1.27062), abs=1e-4)
+    assert bootstrap_interval([0.0, 0.2]) == pytest.approx((0.0, 0.2))
 
 
 def test_the_interval_covers_the_truth_about_as_often_as_it_says():

@@ -11,6 +11,8 @@ from kvplus_eval.measured import Measured
 from kvplus_eval.metrics.base import METRICS, Column, Metric
 
 BOOTSTRAP_DRAWS = 2000
+# Below, an interval inside the range of the windows is too short
+FEWEST_RESAMPLED = 8
 CONFIDENCE = 0.95
 
 
@@ -19,7 +21,7 @@ class Perplexity(Metric):
     """Perplexity over predicted tokens, and its change with a paired bootstrap interval over windows.
 
     Both caches saw the same tokens, so the interval is of the mean difference in loss, which varies far less than the
-    loss. Windows are what is drawn: with few of them the interval is rough, with one there is none.
+    loss. Windows are what is drawn: fewer than 8 are too few for that and get Student's interval, one has none.
     """
 
     columns = {
@@ -57,6 +59,26 @@ class Perplexity(Metric):
 
 
 def paired_interval(differences: list[float], draws: int = BOOTSTRAP_DRAWS) -> tuple[float | None, float | None]:
+    """Returns the 95 % interval of the mean of paired differences: bootstrapped, or Student's where they are few.
+
+    Resamples of fewer than `FEWEST_RESAMPLED` windows can't spread as far as such an interval has to reach: of 2 it
+    would hold the truth in half of all cases.
+
+    Args:
+        differences: One difference a window.
+        draws: How many resamples.
+
+    Returns:
+        Lower and upper end, or None twice when there are fewer than two windows.
+    """
+    if not 1 < len(differences) < FEWEST_RESAMPLED:
+        return bootstrap_interval(differences, draws)
+    values = torch.tensor(differences, dtype=torch.float64)
+    reach = _student_quantile(1 - (1 - CONFIDENCE) / 2, len(values) - 1) * float(values.std()) / math.sqrt(len(values))
+    return float(values.mean()) - reach, float(values.mean()) + reach
+
+
+def bootstrap_interval(differences: list[float], draws: int = BOOTSTRAP_DRAWS) -> tuple[float | None, float | None]:
     """Bootstraps the mean of paired differences.
 
     Resamples of few values vary too little, so a plain percentile interval is too narrow: of 4 windows it holds the
@@ -96,6 +118,7 @@ def expanded_tail(count: int) -> float:
     return math.erfc(math.sqrt(count / (count - 1)) * quantile / math.sqrt(2)) / 2
 
 
+@functools.cache
 def _student_quantile(share: float, freedom: int) -> float:
     """Returns the value below which a share above one half of Student's distribution lies, by bisection."""
     low, high = 0.0, 1000.0
