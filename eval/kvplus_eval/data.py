@@ -150,7 +150,9 @@ def _read_file(path: Path) -> EvalText:
     except UnicodeDecodeError as error:
         raise ValueError(f"text `{path}` isn't UTF-8 text: {error.reason} at byte {error.start}") from error
     if path.suffix == ".jsonl":
-        text = "\n\n".join(_json_text(path, number, line) for number, line in enumerate(text.splitlines(), 1) if line)
+        # Strings in JSON may hold other line ends as they are, of Unicode
+        lines = enumerate(text.split("\n"), 1)
+        text = "\n\n".join(_json_text(path, number, line) for number, line in lines if line.strip())
     return EvalText(path.name, text, hashlib.sha256(content).hexdigest())
 
 

@@ -161,3 +161,9 @@ def test_a_small_data_set_is_read_whole(monkeypatch):
 
     monkeypatch.setattr(datasets, "load_dataset", lambda *names, streaming, **options: Rows(text=["a", "b"]))
     assert load_text("wikitext-2-raw", least_characters=1).text == "a\n\nb"
+
+
+def test_line_ends_of_unicode_inside_a_json_string_end_no_line(tmp_path):
+    path = tmp_path / "lines.jsonl"
+    path.write_text('{"text": "one\u2028still\x85one"}\n \n{"text": "two"}\n', encoding="utf-8")
+    assert load_text(str(path)).text == "one\u2028still\x85one\n\ntwo"
