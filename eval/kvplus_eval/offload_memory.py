@@ -28,6 +28,7 @@ from hf_kvplus.handover import handover
 from hf_kvplus.layer import KVLayer
 from hf_kvplus.strategies import split_list
 from hf_kvplus.units import format_bytes
+from kvplus_eval.data import load_text
 
 LAYERS, KV_HEADS, HEAD_DIM, CHUNK_TOKENS = 4, {False: 2, True: 8}, 64, 1024
 
@@ -116,7 +117,7 @@ def measure_model(strategy: str, options: argparse.Namespace) -> dict[str, Any]:
     from hf_kvplus.loading import load_model
 
     model, tokenizer, _ = load_model(options.model)
-    text = options.text.read_text(encoding="utf-8") if options.text else "word " * options.context
+    text = load_text(options.text).text if options.text else "word " * options.context
     ids = tokenizer(text, return_tensors="pt").input_ids[:, : options.context]
     scope = use_fused_attention(model) if options.fused else contextlib.nullcontext()
     with scope:
@@ -157,7 +158,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--strategies", required=True)
     parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--text", type=Path)
+    parser.add_argument("--text", help="as for `kvplus eval`; a word over and over without it")
     parser.add_argument("--context", type=int, default=8192)
     parser.add_argument("--tokens", type=int, default=8)
     parser.add_argument("--synthetic", type=int, default=0, metavar="TOKENS")
