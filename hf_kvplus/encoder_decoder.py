@@ -41,7 +41,7 @@ class KVPlusEncoderDecoderCache(EncoderDecoderCache):
                 raise TypeError(f"`{method}` isn't defined for {type(lacking[0]).__name__}, a layer of {half}")
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
-        """Returns the column of the decoder's next query, for masks; a window of ours answers with a number of its own."""
+        """Returns the column of the decoder's next query, for masks; a window answers with a number of its own."""
         return self.self_attention_cache.get_query_offset(layer_idx)
 
     def activate_past_recording(self) -> None:

@@ -252,10 +252,13 @@ class Case:
         if self.strategy.window:
             tokens, sinks = self.strategy.window
             query, key = torch.arange(len(row))[:, None], torch.arange(len(row))[None]
-            seen = (key <= query) & ((key < sinks) | (query - key < tokens))
-            if self.mask_name in options:
-                seen = seen & options[self.mask_name].bool()
-            options = {**self.positions(key), **options, self.mask_name: additive(seen)}
+            known = options[self.mask_name].bool() if self.mask_name in options else key >= 0
+            seen = {"full_attention": (key < sinks) | (query - key < tokens)}
+            if self.architecture.window == "some":  # which keeps its own window
+                seen["sliding_attention"] = query - key < zoo.WINDOW
+            masks = {kind: additive(part & (key <= query) & known) for kind, part in seen.items()}
+            mask = masks if len(masks) > 1 else masks["full_attention"]
+            options = {**self.positions(key), **options, self.mask_name: mask}
         return self.forward(row[None], **options)[0]
 
     def check(self, logits: torch.Tensor, row: torch.Tensor, first: int, **options: Any) -> None:

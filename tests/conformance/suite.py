@@ -25,7 +25,12 @@ STRATEGIES = [
     Strategy("int8,recent=16+offload:disk,budget=0", loss=0.1, architectures=("Llama", "Gemma 3n")),
     Strategy("fp+offload:cpu", loss=2e-5, architectures=("Llama",)),
     Strategy("window:150,sinks=4+offload:disk,budget=0", loss=2e-5, architectures=("Llama",), window=(150, 4)),
-    Strategy("window:90,sinks=4", loss=2e-5, architectures=("Llama",), window=(90, 4)),
+    Strategy(
+        "window:90,sinks=4",
+        loss=2e-5,
+        architectures=("Llama", "Gemma 3", "gpt-oss", "Qwen3-Next", "Whisper"),
+        window=(90, 4),
+    ),
     Strategy("window:150,sinks=4+int8,recent=16", loss=0.1, architectures=("Llama",), window=(150, 4)),
 ]
 
