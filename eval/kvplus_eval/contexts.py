@@ -25,7 +25,7 @@ def time_contexts(
     contexts: Sequence[int],
     prefill_chunk_tokens: int,
     advance: Callable[[], None],
-) -> dict[str, list[dict[str, Any]]]:
+) -> tuple[dict[str, list[dict[str, Any]]], dict[str, str]]:
     """Times all strategies at all context lengths, in turns.
 
     Args:
@@ -37,16 +37,20 @@ def time_contexts(
         advance: Called after each prefill and each round of a strategy, for a progress bar.
 
     Returns:
-        Strategy -> one entry a context with `FIGURES`; nothing for a context at which it failed.
+        Strategy -> one entry a context with `FIGURES`, up to the one at which it failed; of those that did, why.
     """
     plan = BenchPlan(tuple(contexts), TOKENS, ROUNDS, prefill_chunk_tokens)
     copies = -(-plan.longest_tokens // len(token_ids))
     found = run_bench(model, token_ids.repeat(copies), list(strategies), plan, advance)
     curves: dict[str, list[dict[str, Any]]] = {strategy: [] for strategy in strategies}
+    failures: dict[str, str] = {}
     for row in found:
-        if row["status"] == "ok" and row["strategy"] in curves and not row["bench"].get("fused"):
-            curves[row["strategy"]].append({figure: row["bench"][figure] for figure in FIGURES})
-    return curves
+        strategy, bench = row["strategy"], row["bench"]
+        if row["status"] == "ok":
+            curves[strategy].append({figure: bench[figure] for figure in FIGURES})
+        else:
+            failures.setdefault(strategy, f"at {bench['context_tokens']} tokens: {row['reason']}")
+    return curves, failures
 
 
 def count_steps(strategies: Sequence[str], contexts: Sequence[int]) -> int:

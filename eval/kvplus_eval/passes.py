@@ -171,8 +171,11 @@ def _time_contexts(job: Job, by_name: dict[str, Outcome], journal: Journal, bars
             each = total // (len(contexts) * len(by_name) * 3)
             found = time_contexts(job.model, job.windows[0], list(by_name), contexts, chunk, lambda: advance(each))
         journal.save(found, *key)
-    for strategy, curve in journal.load(*key).items():
+    curves, failures = journal.load(*key)
+    for strategy, curve in curves.items():
         by_name[strategy].measured.contexts = curve
+    for strategy, reason in failures.items():
+        by_name[strategy].measured.findings.append(f"has no time of a token from some length on: {reason}")
 
 
 def watch_memory(job: Job, outcomes: Sequence[Outcome], journal: Journal, bars: Bars) -> None:

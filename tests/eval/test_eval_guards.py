@@ -142,3 +142,19 @@ def test_a_strategy_that_only_an_earlier_process_ran_is_warmed_up_before_its_tim
         piece.unlink()
     evaluate(loaded, tmp_path, ["dynamic", "int4"], **timed)
     assert warmed == ["int4"]
+
+
+def test_a_cache_that_fails_at_a_longer_context_is_told_beside_its_figures(loaded, tmp_path, monkeypatch):
+    class Limited(DynamicCache):
+        def update(self, key_states, *args, **kwargs):
+            if self.get_seq_length() > 340:
+                raise RuntimeError("no room for more")
+            return super().update(key_states, *args, **kwargs)
+
+    swap_cache(monkeypatch, lambda config: Limited(config=config))
+    rows = evaluate(loaded, tmp_path, ["dynamic", "fp"], contexts=(200, 360))
+    assert [one["context_tokens"] for one in rows["dynamic"]["contexts"]] == [200, 360]
+    assert [one["context_tokens"] for one in rows["fp"]["contexts"]] == [200]
+    assert (rows["fp"]["status"], rows["dynamic"]["findings"]) == ("ok", [])
+    (finding,) = rows["fp"]["findings"]
+    assert "from some length on: at 360 tokens: RuntimeError: no room for more" in finding
