@@ -90,7 +90,8 @@ def memory(
             ]
             for name in split_list(strategies)
         ]
-        console.print(_bytes_table(model, grid, pipeline))
+        console.print(_title(model, grid, pipeline), soft_wrap=True, markup=False, highlight=False)
+        console.print(_bytes_table(grid, pipeline))
         _tell_fits(console, grid, found, pipeline)
         if layers:
             console.print(_layers_table([line[-1] for line in grid]))
@@ -189,15 +190,19 @@ def _largest_share(estimate: MemoryEstimate, pipeline: int) -> int:
     return max(estimate.by_device(device_map).values())
 
 
-def _bytes_table(model: str, grid: list[list[MemoryEstimate]], pipeline: int) -> Table:
-    """Shows the bytes of each strategy at each length."""
+def _title(model: str, grid: list[list[MemoryEstimate]], pipeline: int) -> str:
+    """Says what the figures of a table are."""
     first = grid[0][0]
     shares = "" if pipeline == 1 else f", fullest of {pipeline} devices"
     shares += ", of offloaded ones what stays on the device" if any(line[0].tier for line in grid) else ""
     dtype = str(first.dtype).removeprefix("torch.")
     weights = f"weights {format_bytes(first.weight_bytes)}"
-    title = f"{model}: cache of {format_count(first.batch_size, 'row')}, {dtype}{shares}; {weights}"
-    table = Table(title=title, title_justify="left")
+    return f"{model}: cache of {format_count(first.batch_size, 'row')}, {dtype}{shares}; {weights}"
+
+
+def _bytes_table(grid: list[list[MemoryEstimate]], pipeline: int) -> Table:
+    """Shows the bytes of each strategy at each length."""
+    table = Table()
     table.add_column("strategy", no_wrap=True)
     for estimate in grid[0]:
         table.add_column(f"{estimate.seq_len} tokens", justify="right")

@@ -271,7 +271,9 @@ def _nothing(candidates: tuple[Candidate, ...], where: str, max_kl: float | None
     unmeasured = [one.strategy for one in candidates if one.verdict == "its loss isn't measured"]
     if unmeasured:
         reasons.append(f"Measure {', '.join(unmeasured)} with `kvplus eval`; their loss isn't known for this model.")
-    reasons.append("A shorter context, fewer rows, or a window (`recent_tokens`) takes less.")
+    less = "A shorter context, fewer rows, or a window (`recent_tokens`) takes less"
+    offloaded = any(one.estimate.tier is not None for one in candidates)
+    reasons.append(f"{less}." if offloaded else f"{less}; with a `device` named, offloading is looked at too.")
     return Recommendation(None, "", tuple(reasons), smallest.estimate, candidates)
 
 
