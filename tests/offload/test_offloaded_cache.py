@@ -9,8 +9,18 @@ import pytest
 import torch
 
 from conftest import tiny_llama_config
-from hf_kvplus import Offload, OffloadedCache, OffloadError, build_cache, load_cache, measure_memory, save_cache
+from hf_kvplus import (
+    KVPlusCache,
+    Offload,
+    OffloadedCache,
+    OffloadError,
+    build_cache,
+    load_cache,
+    measure_memory,
+    save_cache,
+)
 from hf_kvplus.compat import cache_keyword
+from hf_kvplus.recipes import SUPPORTED_NBITS, Quantization, recipes
 
 TIERS = ["offload:cpu", "offload:disk,budget=20kb", "offload:auto,budget=20kb"]
 PROMPT = torch.randint(0, 128, (1, 300), generator=torch.Generator().manual_seed(4))
@@ -21,7 +31,9 @@ def generate(model, cache, **options):
     return model.generate(PROMPT, past_key_values=cache, **{**plain, **options})
 
 
-@pytest.mark.parametrize("base", ["fp", "int4", "window:150,sinks=4+int8,recent=16"])
+@pytest.mark.parametrize(
+    "base", ["fp", "int4", "window:150,sinks=4+int8,recent=16", "window:150,sinks=4,positions=shifted"]
+)
 def test_text_and_logits_are_those_without_offloading(llama, base):
     expected = generate(llama, build_cache(base, llama.config))
     for tier in TIERS:
@@ -41,6 +53,33 @@ def test_beams_and_assisted_decoding_too(llama, base, options):
     for tier in TIERS:
         output = generate(llama, build_cache(f"{base}+{tier}", llama.config), **options)
         assert torch.equal(output.sequences, expected.sequences)
+
+
+def widths(recipe: str) -> tuple[int, ...]:
+    return (8,) if recipe == "float8" else SUPPORTED_NBITS
+
+
+@pytest.mark.parametrize(
+    "offload", [Offload("cpu"), Offload("disk", budget_bytes=0), Offload("auto", budget_bytes=20_000)]
+)
+@pytest.mark.parametrize("recipe", recipes)
+def test_every_codec_gives_the_bits_it_gives_without_offloading(recipe, offload):
+    """Rows change places and tokens are rolled back on the way."""
+    for nbits in widths(recipe):
+        quantization = Quantization(nbits, nbits, recipe=recipe)
+        caches = [
+            KVPlusCache(tiny_llama_config(), quantization=quantization, offload=place)
+            for place in (Offload("memory"), offload)
+        ]
+        generator = torch.Generator().manual_seed(nbits)
+        for tokens, back in ((300, 0), (97, 150), (130, 0), (1, 0)):
+            for layer in range(2):
+                new = [torch.randn(2, 2, tokens, 16, generator=generator) for _ in range(2)]
+                ours, theirs = (cache.update(*new, layer) for cache in caches)
+                assert all(torch.equal(*pair) for pair in zip(ours, theirs, strict=True)), nbits
+            for cache in caches:
+                cache.reorder_cache(torch.tensor([1, 0]))
+                cache.crop(-back)
 
 
 def test_it_is_cropped_like_any_other():
