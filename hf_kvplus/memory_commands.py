@@ -26,6 +26,7 @@ from hf_kvplus.units import MISSING, format_bytes, format_count, format_number, 
 
 DEFAULT_STRATEGIES = "dynamic,int8,k8v4,int4,int2"
 COUNTED_TOKENS = 1024
+ESTIMATED_CONTEXTS = "8k,32k"
 DEVICES = ", ".join((HERE, *DATA_SHEETS))
 
 ModelName = Annotated[
@@ -124,12 +125,14 @@ def report(
     model_card: Annotated[Path | None, typer.Option(help="Model card to write a section into.")] = None,
     output_format: Annotated[str, typer.Option("--format", help=f"Print as {', '.join(FORMATS)}.")] = "markdown",
     model: Annotated[str, typer.Option(help="Model whose estimates are added, marked as such.")] = "",
-    context: Annotated[str, typer.Option(help="Context lengths of these estimates.")] = "8k,32k",
+    context: Annotated[str, typer.Option(help="Context lengths of these estimates.")] = ESTIMATED_CONTEXTS,
     push: Annotated[str, typer.Option(help="Hub repository that the card is uploaded to.")] = "",
 ) -> None:
     """Turn measured rows into a section of a model card, or print them."""
     if model_card is not None and output_format != "markdown":
         raise ValueError(f"`format` is for printing, and a card is Markdown, got {output_format!r}; leave it out")
+    if context != ESTIMATED_CONTEXTS and not model:
+        raise ValueError(f"`context` is for the estimates of a model, got {context!r}; name it with --model")
     if model and output_format in ("csv", "latex"):
         raise ValueError(f"`model` adds estimates, which {output_format} has no place for; print markdown or json")
     if push and model_card is None:

@@ -135,6 +135,7 @@ def test_report_prints_and_writes_cards(tmp_path, checkpoint):
     for options, message in (
         (("--format", "csv", "--model-card", str(card)), "`format` is for printing"),
         (("--format", "csv", "--model", checkpoint), "`model` adds estimates"),
+        (("--context", "4k"), "`context` is for the estimates of a model"),
     ):
         refused = run("report", "--results", str(results), *options)
         assert refused.exit_code == 2

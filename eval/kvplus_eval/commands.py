@@ -41,6 +41,7 @@ RANDOM_PROMPT_SEED = 0
 WATCHED_TOKENS = 96
 # A token of any language is shorter than this on average, so a streamed text of so many characters is long enough
 CHARACTERS_A_TOKEN = 12
+KERNEL_SHAPE = "kv_heads=8,queries=4,head_dim=128,tokens=32768"
 
 Model = Annotated[str, typer.Option(help="Alias, hub id, checkpoint folder or .gguf file.")]
 Strategies = Annotated[str, typer.Option(help="Comma-separated strategies; see `kvplus strategies`.")]
@@ -271,7 +272,7 @@ def bench(
     kernels: Annotated[bool, typer.Option(help="Time attention alone, without a model, against PyTorch's.")] = False,
     shape: Annotated[
         str, typer.Option(help="With --kernels, numbers for batch, kv_heads, queries, head_dim and tokens.")
-    ] = "kv_heads=8,queries=4,head_dim=128,tokens=32768",
+    ] = KERNEL_SHAPE,
     plain_avx512: Annotated[
         bool, typer.Option("--plain-avx512", help="With --kernels, also time PyTorch's bfloat16 on plain AVX-512.")
     ] = False,
@@ -284,6 +285,11 @@ def bench(
     out: Out = Path("kvplus-bench"),
 ) -> None:
     """Time one decoded token at given context lengths, strategies taking turns in one run."""
+    of_models = {"fused": fused, "growth": growth, "peak-memory": peak_memory, "text": text}
+    of_kernels = {"shape": shape != KERNEL_SHAPE, "plain-avx512": plain_avx512}
+    for name in (name for name, given in (of_models if kernels else of_kernels).items() if given):
+        words = "does nothing with --kernels; leave out one of the two" if kernels else "goes with --kernels; add that"
+        raise ValueError(f"`{name}` {words}")
     if kernels:
         names = choose_strategies(strategies)
         _bench_kernels(names, read_shape(shape), device, dtype, tokens * rounds, out, held=plain_avx512)

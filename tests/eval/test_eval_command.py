@@ -196,6 +196,21 @@ def test_bench_takes_a_context_too_short_to_be_packed_if_a_longer_one_follows(pl
     assert "nothing was packed; feed more tokens (--window-tokens, --context)" in row["reason"]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--kernels", "--fused"), "`fused` does nothing with --kernels"),
+        (("--kernels", "--text", "my.txt"), "`text` does nothing with --kernels"),
+        (("--plain-avx512",), "`plain-avx512` goes with --kernels"),
+        (("--shape", "tokens=1000"), "`shape` goes with --kernels"),
+    ],
+)
+def test_bench_refuses_options_that_would_do_nothing(place, tmp_path, arguments, message):
+    result = run("bench", place, tmp_path, "--strategies", "fp", *arguments)
+    assert result.exit_code == 2
+    assert message in result.stderr
+
+
 @pytest.mark.parametrize("context", ["300,200", "200,201", "many", "0"])
 def test_bench_refuses_contexts_that_it_cant_walk_through(place, tmp_path, context):
     result = run("bench", place, tmp_path, "--strategies", "fp", "--context", context)
