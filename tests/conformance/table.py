@@ -84,7 +84,7 @@ def render(results: dict[Cell, bool]) -> str:
         "",
         "A cell is one mode on one tiny random model. It passes when every step's logits are those that the model",
         "computes without a cache, up to the loss that the strategy is allowed, and for `fp` when the text is that of",
-        "`DynamicCache`. Two or three blocks are packed in each run; that is checked too.",
+        "`DynamicCache`. In each run a layer packs two blocks or more, one with a window; that is checked too.",
         "",
         f"✓ passes with {', '.join(f'`{text}`' for text in everywhere)}. A number: doesn't apply, see below.",
         "",

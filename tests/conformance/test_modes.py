@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 import transformers
 import zoo
@@ -10,21 +12,37 @@ from modes import MODES
 from packaging.version import Version
 from suite import CELLS, NOT_OURS, OLDER_CAN_NOT, SINCE, STRATEGIES
 
+from hf_kvplus.layer import KVLayer
 from hf_kvplus.strategies import available_strategies, parse
 from hf_kvplus.strategies.build import find_strategy
 
 BY_TEXT = {strategy.text: strategy for strategy in STRATEGIES}
 
 
+def count_blocks(monkeypatch) -> Counter[KVLayer]:
+    """Counts from now on the blocks that each layer packs."""
+    blocks, pack = Counter(), KVLayer._pack
+
+    def counted(layer, due, begin):
+        blocks[layer] += due["keys"].shape[2] // layer.block_tokens
+        pack(layer, due, begin)
+
+    monkeypatch.setattr(KVLayer, "_pack", counted)
+    return blocks
+
+
 @pytest.mark.parametrize(
     ("architecture", "strategy", "mode"),
     [pytest.param(*cell, id="-".join(cell).replace(" ", "_")) for cell, reason in CELLS.items() if reason is None],
 )
-def test_mode(architecture, strategy, mode, record_property):
+def test_mode(architecture, strategy, mode, record_property, monkeypatch):
     record_property("conformance", " | ".join((architecture, strategy, mode)))
     if Version(transformers.__version__) < Version(SINCE) and mode in OLDER_CAN_NOT.get(architecture, ()):
         pytest.skip(f"before transformers {SINCE} the model itself can't, whichever cache")
-    MODES[mode].run(Case(zoo.ZOO[architecture], BY_TEXT[strategy]))
+    case, blocks = Case(zoo.ZOO[architecture], BY_TEXT[strategy]), count_blocks(monkeypatch)
+    MODES[mode].run(case)
+    if case.strategy.packs and case.architecture.packs:
+        assert max(blocks.values(), default=0) >= (1 if case.strategy.window else 2), "too little was packed to tell"
 
 
 def test_every_registered_strategy_of_ours_is_in_the_suite():
