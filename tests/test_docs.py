@@ -16,8 +16,10 @@ from checkpoints import one_thread, save_tiny_checkpoint, write_words
 from hf_kvplus import available_strategies
 from hf_kvplus.cli import build_app
 from hf_kvplus.loading import load_config, load_model
+from kvplus_eval import ablation, heldout, readme
 from kvplus_eval.pages import fill_bench_page, fill_page
 from kvplus_eval.readme import BEGIN, END
+from kvplus_eval.results import read_rows
 from test_model_card import ROWS
 
 ROOT = Path(__file__).parent.parent
@@ -171,3 +173,21 @@ def test_pages_can_be_filled(page):
     text = page.read_text()
     assert re.search(r"<!-- (bench )?rows: .+? -->", text)
     assert text.count(BEGIN) == text.count(END) == 1
+
+
+def test_tables_are_those_of_the_published_rows(tmp_path):
+    results = ROOT / "eval" / "results" / "cpu"
+    copy = tmp_path / "README.md"
+    shutil.copy(PAGES[0], copy)
+    files = [results / "results.jsonl", *sorted(results.glob("*/results.jsonl"))]
+    readme.main([*map(str, files), str(copy)])
+    assert copy.read_text() == PAGES[0].read_text()
+    rows, timed = read_rows(results / "results.jsonl"), read_rows(results / "bench.jsonl")
+    latest = [row for row in rows if row["run"] == rows[-1]["run"]]
+    for page in PAGES[2:]:
+        if page.stem != "gqa":  # its rows are in a file of their own
+            assert fill_page(fill_bench_page(page.read_text(), timed), latest) == page.read_text(), page.stem
+    for module in (ablation, heldout):
+        name = module.__name__.rpartition(".")[2]
+        own = read_rows(results / f"{name}.jsonl", module.SCHEMA)
+        assert module.write_page(own) == (ROOT / "docs" / f"{name}.md").read_text(), name
