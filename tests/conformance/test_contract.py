@@ -11,10 +11,11 @@ from suite import STRATEGIES
 from transformers import DynamicCache
 
 from conftest import tiny_llama_config
-from hf_kvplus import KVPlusCache, build_cache, load_cache, save_cache
+from hf_kvplus import KVPlusCache, build_cache, load_cache, measure_memory, save_cache
 from hf_kvplus.hybrid import HybridKVLayer, RecurrentLayer
 from hf_kvplus.layer import KVLayer
 from hf_kvplus.memory import find_tensors
+from test_memory import reachable_bytes
 
 EVERYWHERE = [strategy for strategy in STRATEGIES if len(strategy.architectures) == len(zoo.ZOO)]
 DECODERS = [name for name, architecture in zoo.ZOO.items() if architecture.kind in ("text", "vision")]
@@ -330,6 +331,18 @@ def test_every_model_goes_on_from_a_file_bit_for_bit(name, strategy, tmp_path):
         loaded = load_cache(tmp_path / "cache.safetensors", case.model)
         assert fingerprint(loaded) == fingerprint(cache)
         assert torch.equal(case.extend(tokens[:, PROMPT:], loaded), case.extend(tokens[:, PROMPT:], cache))
+
+
+@pytest.mark.parametrize("name", zoo.ZOO)
+def test_bytes_are_those_of_every_reachable_tensor_of_any_model(name):
+    """Recurrent states, shared layers, windows and both halves of a pair included."""
+    for strategy in ("fp", "int4,recent=16"):
+        case = Case(zoo.ZOO[name], Strategy(strategy, 1))
+        cache = case.cache()
+        with torch.no_grad():
+            case.forward(case.tokens(2), cache)
+            case.extend(case.tokens(2, 2, seed=1), cache)
+        assert measure_memory(cache).total_bytes == reachable_bytes(cache) > 0
 
 
 def test_transformers_own_layers_are_left_alone():
