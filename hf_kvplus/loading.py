@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 DEVICE_MAPS = ("auto", "balanced", "sequential")
+CONFIG_FILES = ("config.json",)
 WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin")
 DIGEST_PIECE_BYTES = 1024 * 1024
 HUB_TIMEOUT_S = 3.0
@@ -147,7 +148,7 @@ def load_config(name: str | Path) -> PreTrainedConfig:
     path = Path(name).expanduser()
     if path.suffix == ".json" and path.is_file():
         return AutoConfig.from_pretrained(path)
-    location = find_model(name)
+    location = find_model(name, CONFIG_FILES)
     return AutoConfig.from_pretrained(location.path, **location.gguf_kwargs)
 
 
@@ -169,8 +170,11 @@ def resolve_device(device: str) -> torch.device:
     return torch.device(device)
 
 
-def find_model(name: str | Path) -> Location:
+def find_model(name: str | Path, files: tuple[str, ...] = WEIGHT_FILES) -> Location:
     """Finds the place that a model name means: an alias first, then a path, then the hub; a `Path` is only a path.
+
+    Of a hub id one of `files` in the local cache will do; an alias needs its weights there, so that it always means one
+    place.
 
     Raises:
         ValueError: If a folder has no config.
@@ -189,7 +193,7 @@ def find_model(name: str | Path) -> Location:
         return _local(path)
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
         raise FileNotFoundError(f"model `{name}`: no such folder or .gguf file, and it can't be a hub id")
-    status = hub_status(name)
+    status = hub_status(name, "model", HUB_TIMEOUT_S, files)
     if status in ("cached", "answers"):
         return Location(path=name, how=f"hub {name}")
     hint = "" if "/" in name else f"; {unknown_name('model alias', name, list(ALIASES))}"
@@ -204,13 +208,19 @@ HUB_ANSWERS = {
 }
 
 
-def hub_status(repo_id: str, repo_type: str = "model", timeout_s: float = HUB_TIMEOUT_S) -> str:
+def hub_status(
+    repo_id: str,
+    repo_type: str = "model",
+    timeout_s: float = HUB_TIMEOUT_S,
+    files: tuple[str, ...] = WEIGHT_FILES,
+) -> str:
     """Asks whether a repository can be had from the hub, its local cache included.
 
     Args:
         repo_id: Repository, for example `HuggingFaceTB/SmolLM2-135M-Instruct`.
         repo_type: `model` or `dataset`.
         timeout_s: How long to wait for the answer, in seconds.
+        files: Any of these in the local cache will do.
 
     Returns:
         `cached`, `answers`, or a key of `HUB_ANSWERS`. HF_HUB_OFFLINE is respected.
@@ -218,7 +228,7 @@ def hub_status(repo_id: str, repo_type: str = "model", timeout_s: float = HUB_TI
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
     from huggingface_hub.errors import GatedRepoError, HTTPError, RepositoryNotFoundError
 
-    if any(isinstance(try_to_load_from_cache(repo_id, weights), str) for weights in WEIGHT_FILES):
+    if any(isinstance(try_to_load_from_cache(repo_id, file), str) for file in files):
         return "cached"
     if constants.HF_HUB_OFFLINE:
         return "offline"

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from transformers.utils.logging import warning_once
 
 from checkpoints import one_thread, save_tiny_checkpoint
@@ -170,6 +171,18 @@ def test_offline_mode_asks_nobody(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", ask)
     assert hub_status("nobody/nothing-of-this-name") == "offline"
+
+
+def test_offline_a_config_needs_no_weights_in_the_cache_but_a_model_does(monkeypatch, checkpoint):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    held = {"config.json": str(checkpoint / "config.json")}
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda repo_id, file: held.get(file))
+    asked = []
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", lambda name, **options: asked.append(name))
+    load_config("someone/model")
+    assert asked == ["someone/model"]
+    with pytest.raises(FileNotFoundError, match="its local cache doesn't hold it"):
+        find_model("someone/model")
 
 
 def test_a_hub_that_cant_be_reached_is_told_apart_from_one_that_says_no(monkeypatch):
