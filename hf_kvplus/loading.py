@@ -173,8 +173,8 @@ def resolve_device(device: str) -> torch.device:
 def find_model(name: str | Path, files: tuple[str, ...] = WEIGHT_FILES) -> Location:
     """Finds the place that a model name means: an alias first, then a path, then the hub; a `Path` is only a path.
 
-    Of a hub id one of `files` in the local cache will do; an alias needs its weights there, so that it always means one
-    place.
+    Of a hub id one of `files` in the local cache will do; an alias needs its weights there, so that it always means
+    one place.
 
     Raises:
         ValueError: If a folder has no config.
