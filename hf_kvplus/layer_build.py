@@ -119,11 +119,11 @@ def window_layers(
     """
     growing = {kind for kind in layer_types if kind not in ("full_attention", *STATELESS, *WINDOWED, *RECURRENT)}
     if growing or "full_attention" not in layer_types:
-        kinds = f"layers of type {', '.join(sorted(growing))}, which would keep growing"
-        raise ValueError(
-            "`window` is for layers with full attention, but this model has "
-            f"{kinds if growing else 'a window of its own in every layer'}; leave it out"
-        )
+        kinds = f"layers of type {', '.join(sorted(growing or {*layer_types} - {*STATELESS}))}"
+        what = f"{kinds}, which would keep growing" if growing else f"only {kinds}"
+        if not growing and {*layer_types} <= {*WINDOWED, *STATELESS}:
+            what = "a window of its own in every layer"
+        raise ValueError(f"`window` is for layers with full attention, but this model has {what}; leave it out")
     check_window(config, policy)
     held = policy.sliding_window + policy.rollback_tokens
     rotations = sink_rotations(config) if policy.positions == "shifted" else [None] * len(layer_types)

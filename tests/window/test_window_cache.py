@@ -4,7 +4,14 @@ import copy
 
 import pytest
 import torch
-from transformers import Gemma3ForCausalLM, Gemma3TextConfig, Gemma4ForCausalLM, Gemma4TextConfig, MistralConfig
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
+    MambaConfig,
+    MistralConfig,
+)
 from window_oracle import cached_logits, oracle_logits, visible
 
 from conftest import tiny_llama
@@ -254,6 +261,7 @@ def test_native_windows_stay_and_the_others_get_one():
         ("window:8,size=3", None, "unknown option size"),
         ("window:8+window:9", None, "sets window a second time"),
         ("window:8", MistralConfig(sliding_window=16), "a window of its own in every layer"),
+        ("window:8", MambaConfig(num_hidden_layers=2), "this model has only layers of type"),
     ],
 )
 def test_bad_options_are_named(strategy, config, message):
