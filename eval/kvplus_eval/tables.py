@@ -13,8 +13,10 @@ from rich.table import Table
 from hf_kvplus.units import MISSING, format_bytes, format_number, format_percent
 from kvplus_eval.results import SCHEMA, Row
 
-# Wide enough for the widest table when output goes to a file or a pipe, where there is no screen to ask
-PIPE_COLUMNS = 128
+# Wide enough for the widest table with the names of this package's strategies
+TABLE_COLUMNS = 128
+# When output goes to a file or a pipe, where there is no screen to ask, and a strategy may name files
+PIPE_COLUMNS = 400
 SUMMARY_FIGURES = (
     "perplexity",
     "perplexity_change_percent",
@@ -50,7 +52,7 @@ def eval_tables(rows: Sequence[Row], columns: int) -> list[Table]:
     """
     other = rows[0].get("reference_model")
     against = f", against the full cache of {other['name']}" if other else ""
-    if columns >= PIPE_COLUMNS:
+    if columns >= TABLE_COLUMNS:
         return [_figure_table(f"What each cache costs and saves{against}", rows, EVAL_HEADS)]
     return [
         _figure_table(f"What each cache costs{against}", rows, QUALITY_HEADS),

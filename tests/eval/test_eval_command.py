@@ -7,6 +7,7 @@ from checkpoints import one_thread, save_tiny_checkpoint, write_words
 from hf_kvplus.cli import build_app
 from hf_kvplus.report import write_report
 from kvplus_eval.results import SCHEMA, read_rows
+from kvplus_eval.tables import eval_tables, make_console
 
 ROW_KEYS = {"schema", "kind", "run", "date", "strategy", "status", "reason", "traceback", "claimed_bits", "plan"}
 ROW_KEYS |= {"metrics", "units", "curve", "model", "text", "protocol", "versions", "device", "git_commit"}
@@ -48,6 +49,17 @@ def test_the_last_line_is_one_json_object_after_a_table(finished):
     assert summary["strategies"][2]["kl_mean_nats"] == rows[2]["metrics"]["kl_mean_nats"]
     assert not any(line.startswith("{") for line in lines[:-1])
     assert any(line.split()[:1] == ["int4"] and "MiB" in line or "KiB" in line for line in lines[:-1])
+
+
+def test_figures_stand_whole_beside_a_long_name(finished):
+    """In a file or a pipe, where nobody can make the screen wider."""
+    rows = [{**row, "strategy": f"adapter:{'a/long/path/' * 6}cache.py,bits=4"} for row in finished[2]]
+    console = make_console()
+    with console.capture() as captured:
+        for table in eval_tables(rows, console.width):
+            console.print(table)
+    assert "…" not in captured.get()
+    assert captured.get().count("cache.py,bits=4") == 3
 
 
 def test_rows_follow_the_schema(finished):
