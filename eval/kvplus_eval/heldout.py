@@ -211,8 +211,13 @@ def _by_strategy(rows: Iterable[dict[str, Any]]) -> dict[str, dict[str, list[dic
     """Returns strategy -> set -> rows, in the order in which they came."""
     found: dict[str, dict[str, list[dict[str, Any]]]] = {}
     for row in rows:
-        found.setdefault(row["strategy"], {}).setdefault(row["set"], []).append(row)
+        found.setdefault(row["strategy"], {}).setdefault(set_of(row), []).append(row)
     return found
+
+
+def set_of(row: dict[str, Any]) -> str:
+    """Tells by its tokens which set a window belongs to; rows of before went by its number, however long it was."""
+    return HELD_OUT if row["window"] * row["window_tokens"] >= TUNED_TOKENS else TUNED
 
 
 def _protocol(row: dict[str, Any]) -> tuple[Any, ...]:

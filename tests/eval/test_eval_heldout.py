@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 from checkpoints import save_tiny_checkpoint, write_words
 from hf_kvplus.layer_plan import LayerPlan
 from hf_kvplus.recipes import Quantization
-from kvplus_eval.heldout import SCHEMA, heldout, summarize_windows
+from kvplus_eval.heldout import PROTOCOL, SCHEMA, heldout, summarize_windows, write_page
 from kvplus_eval.results import read_rows
 
 
@@ -84,6 +84,29 @@ def test_windows_that_were_tuned_on_aren_t_held_out(app, others, tokens):
     assert "`others` must" in str(result.exception)
     if tokens != 2048:
         assert f"must begin at window {16384 // tokens} of {tokens} tokens" in str(result.exception)
+
+
+def test_the_page_goes_by_tokens_where_rows_went_by_numbers():
+    """Window 8 of 1024 tokens is text that recipes were tuned on, whatever its row says."""
+    common = dict.fromkeys(PROTOCOL, "x") | {
+        "model": {"name": "m", "revision": "r"},
+        "stride": 4,
+        "stored_bits": 4.4,
+    }
+    common |= {"strategy": "int4", "set": "held out", "window_tokens": 1024, "chunk_tokens": 64, "loss_change": 0.0}
+    rows = [
+        {**common, "window": window, "kl": window / 1000, "kl_pieces": [0.1], "loss_change_pieces": [0.0]}
+        for window in (8, 16)
+    ]
+    line = write_page(rows).splitlines()[-1]
+    assert [cell.strip() for cell in line.split("|")[3:-1]] == [
+        "0.008",
+        "+0.00 %",
+        "8: 8",
+        "0.016",
+        "+0.00 %",
+        "16: 16",
+    ]
 
 
 def test_a_plan_that_was_found_on_held_out_text_is_refused(tmp_path, app, options):
