@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionCacheLayerMixin
+from transformers.utils import logging
 
 from hf_kvplus.compat import layer_types_and_options
 from hf_kvplus.configs import config_head_dims, text_config
@@ -30,6 +31,8 @@ from hf_kvplus.window_masks import Uncomparable
 # A window that recent tokens fill has nothing to offload.
 SMALL_WINDOW_TOKENS = 128
 
+logger = logging.get_logger(__name__)
+
 
 class KVPlusCache(Cache):
     """A cache of `KVLayer`s, composed from parts; every other class here is a preset of it.
@@ -46,6 +49,8 @@ class KVPlusCache(Cache):
         cross_attention: Whether this cache holds what a decoder reads of its encoder: every layer keeps all of it,
             whatever window the decoder has; see `KVPlusEncoderDecoderCache`.
         offload: Where blocks live, if not on the device; see `OffloadedCache`.
+        offloading: An argument of transformers' own caches, for models that make a cache of the class of another
+            (T5Gemma); must be false.
 
     Raises:
         TypeError: If `config` isn't a transformers configuration.
@@ -62,7 +67,10 @@ class KVPlusCache(Cache):
         gqa: GQA | None = None,
         cross_attention: bool = False,
         offload: Offload | Space | None = None,
+        offloading: bool = False,
     ) -> None:
+        if offloading:
+            raise ValueError("`offloading` is for transformers' own caches; use `OffloadedCache`, or `offload` here")
         decoder_config = text_config(config)
         self.window = window
         self.gqa = gqa
@@ -72,7 +80,10 @@ class KVPlusCache(Cache):
         self.cross_attention = cross_attention
         self.config_fields = config_fields(decoder_config)
         self.quantization = _checked_quantization(quantization, decoder_config)
-        for head_dim in config_head_dims(decoder_config) if self.quantization and not gqa else ():
+        head_dims: set[int] = set() if gqa else config_head_dims(decoder_config)
+        # Latents of several heads are no heads of a size; where layers differ, a recipe goes by the smallest.
+        self._head_dim = min(head_dims, default=None)
+        for head_dim in head_dims if self.quantization else ():
             for layer_quantization in set(self._quantizations(1)) - {None}:
                 for codec in replace(layer_quantization, calibration=None).codecs():
                     codec.check(head_dim)
@@ -88,6 +99,8 @@ class KVPlusCache(Cache):
             for index, layer in window_layers(window, layer_types, decoder_config, self._packing).items():
                 layers[index] = layer
                 self.plan[index] = f"layer {index} ({layer_types[index]}): {layer.describe()}"
+        if self.quantization or gqa:
+            self._say_if_nothing_is_packed(layers, decoder_config.model_type)
         self.offload_options: Offload | None = None
         self.space: Space | None = None
         if offload is not None:
@@ -96,6 +109,15 @@ class KVPlusCache(Cache):
         super().__init__(layers=layers)
         if self.space:
             IndexWriter(self).attach()
+
+    def _say_if_nothing_is_packed(self, layers: list[Any], model_type: str) -> None:
+        """Tells once that a strategy which packs changes nothing on a model, and why."""
+        if not any(isinstance(layer, KVLayer) and layer.codecs for layer in layers):
+            kept = sorted({line.partition(": ")[2] for line in self.plan})
+            logger.warning_once(
+                f"this cache packs nothing of a model of type {model_type!r}: {'; '.join(kept)}. `fp` and `dynamic` "
+                "store the same"
+            )
 
     def shelve_layers(self, layers: list[Any], offload: Offload | Space) -> None:
         """Lets the blocks of all layers that form any live where `offload` says, before anything was stored."""
@@ -130,7 +152,7 @@ class KVPlusCache(Cache):
         elif gqa is not None:
             recent = DEFAULT_RECENT_TOKENS if gqa.residual_length is None else gqa.residual_length
             sinks = DEFAULT_SINK_TOKENS if gqa.num_sink_tokens is None else gqa.num_sink_tokens
-        codecs = quantization.codecs(index) if quantization else ()
+        codecs = quantization.codecs(index, self._head_dim) if quantization else ()
         if self.projection is not None:
             codecs = self.projection.codecs(index, codecs)
         return Packing(codecs, recent, sinks) if codecs else None

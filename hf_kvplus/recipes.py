@@ -1,7 +1,7 @@
 """From a bit width to codecs: what `recipe="auto"` and the named recipes stand for.
 
-A recipe is a function `(nbits, group_size, block_tokens)` that returns a codec for keys and one for values. The choice
-behind `auto` is made by measurement, see docs/log/recipes.md.
+A recipe is a function `(nbits, group_size, block_tokens, head_dim)` that returns a codec for keys and one for values.
+The choice behind `auto` is made by measurement, see docs/log/recipes.md.
 """
 
 from __future__ import annotations
@@ -26,15 +26,18 @@ AUTO_RECIPE = "dual_scale"
 DEFAULT_GROUP_SIZE = 64
 # The shorter a block, the narrower its channels' ranges; 48 tokens are what 4.5 stored bits have room for at 4 bits.
 DUAL_SCALE_BLOCK_TOKENS = 48
+# Heads above this size lose less at 2 bits with equal steps and several ranges tried, those up to it with one range
+# and Gaussian levels; measured at 256 and at 64 channels.
+SMALL_HEAD_DIM = 64
 # Tokens at full precision, recent ones and sinks; with keys and values of 2 bits they matter most.
 FULL_PRECISION, FULL_PRECISION_AT_2_BITS = (64, 4), (128, 8)
 
-RecipeFunction = Callable[[int, "int | None", int], tuple[Codec, Codec]]
+RecipeFunction = Callable[[int, "int | None", int, "int | None"], tuple[Codec, Codec]]
 recipes: Registry[RecipeFunction] = Registry("recipe")
 
 
 @recipes.register("affine")
-def affine(nbits: int, group_size: int | None, block_tokens: int) -> tuple[Codec, Codec]:
+def affine(nbits: int, group_size: int | None, block_tokens: int, head_dim: int | None) -> tuple[Codec, Codec]:
     """Returns a per-channel codec for keys and a per-token codec for values, both asymmetric and uniform."""
     keys = AffineCodec(block_tokens=block_tokens, nbits=nbits, axis=PER_CHANNEL, group_size=group_size)
     values = AffineCodec(block_tokens=block_tokens, nbits=nbits, axis=PER_TOKEN, group_size=group_size)
@@ -42,13 +45,15 @@ def affine(nbits: int, group_size: int | None, block_tokens: int) -> tuple[Codec
 
 
 @recipes.register("dual_scale")
-def dual_scale(nbits: int, group_size: int | None, block_tokens: int) -> tuple[Codec, Codec]:
+def dual_scale(nbits: int, group_size: int | None, block_tokens: int, head_dim: int | None) -> tuple[Codec, Codec]:
     """Returns codecs of rotated states with a scale per token and a scale and an offset per channel.
 
     Only keys have their token scales corrected: it helps scores and does nothing for outputs. Gaussian levels pay up
-    to 3 bits, narrower ranges at 3; 8 bits cover the whole range and need no token scales.
+    to 3 bits, narrower ranges at 3, and at 2 the one or the other by the size of heads; 8 bits cover the whole range
+    and need no token scales.
     """
-    iterations, clips, refinements = (0, 1, 0) if nbits == 8 else (4, 3 if nbits == 3 else 1, 2)
+    large = nbits == 2 and (head_dim or 0) > SMALL_HEAD_DIM
+    iterations, clips, refinements = (0, 1, 0) if nbits == 8 else (4, 3 if nbits == 3 or large else 1, 2)
     build = partial(
         DualScaleCodec,
         block_tokens=block_tokens,
@@ -56,13 +61,13 @@ def dual_scale(nbits: int, group_size: int | None, block_tokens: int) -> tuple[C
         iterations=iterations,
         clips=clips,
         refinements=refinements,
-        levels=LLOYD_MAX if nbits <= 3 else UNIFORM,
+        levels=LLOYD_MAX if nbits <= 3 and not large else UNIFORM,
     )
     return build(axis=PER_CHANNEL, correct_tokens=iterations > 0), build(axis=PER_TOKEN)
 
 
 @recipes.register("float8")
-def float8(nbits: int, group_size: int | None, block_tokens: int) -> tuple[Codec, Codec]:
+def float8(nbits: int, group_size: int | None, block_tokens: int, head_dim: int | None) -> tuple[Codec, Codec]:
     """Returns e4m3 codecs with a scale per token, for 8 bits only.
 
     Raises:
@@ -139,11 +144,12 @@ class Quantization:
         """The recipe that is used, after `"auto"` was decided."""
         return AUTO_RECIPE if self.recipe == "auto" else self.recipe
 
-    def codecs(self, layer: int = 0) -> tuple[Codec, Codec]:
+    def codecs(self, layer: int = 0, head_dim: int | None = None) -> tuple[Codec, Codec]:
         """Returns the key codec and the value codec.
 
         Args:
             layer: Index of the decoder layer; only a calibration depends on it.
+            head_dim: Channels of a head, which the recipe of 2 bits goes by; `None` where they aren't known.
 
         Raises:
             FileNotFoundError: If the calibration's file is missing.
@@ -153,11 +159,11 @@ class Quantization:
         identity = IdentityCodec(block_tokens=self.block_tokens)
         keys, values = identity, identity
         if self.key_nbits < 16:
-            keys, _ = build(self.key_nbits, self.group_size, self.block_tokens)
+            keys, _ = build(self.key_nbits, self.group_size, self.block_tokens, head_dim)
             if self.calibration is not None:
                 keys = replace(keys, metric=KeyMetric(self.calibration, layer))
         if self.value_nbits < 16:
-            _, values = build(self.value_nbits, self.group_size, self.block_tokens)
+            _, values = build(self.value_nbits, self.group_size, self.block_tokens, head_dim)
         return keys, values
 
     @property

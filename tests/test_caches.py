@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import DynamicCache, PretrainedConfig
 
-from conftest import tiny_llama
+from conftest import tiny_llama, tiny_llama_config
 from hf_kvplus import KVPlusCache, QuantizedCache, build_cache, measure_memory
 from hf_kvplus.compat import cache_keyword
 
@@ -200,3 +200,13 @@ def test_prefill_in_inference_mode_continues_outside_of_it(llama):
         llama(ids, past_key_values=cache)
     llama.generate(torch.cat([ids, prompt(1)], dim=1), past_key_values=cache, max_new_tokens=80)
     assert cache.get_seq_length() == 230
+
+
+@pytest.mark.parametrize(("head_dim", "levels", "clips"), [(64, "lloyd_max", 1), (128, "uniform", 3)])
+def test_two_bits_have_the_levels_of_the_models_head_size(head_dim, levels, clips):
+    config = tiny_llama_config(head_dim=head_dim)
+    for codec in build_cache("int2", config).layers[0].codecs.values():
+        assert (codec.levels, codec.clips) == (levels, clips)
+    for strategy in ("int3", "int4"):
+        small = build_cache(strategy, tiny_llama_config()).layers[0]
+        assert build_cache(strategy, config).layers[0].codecs == small.codecs

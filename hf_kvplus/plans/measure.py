@@ -62,7 +62,7 @@ def layer_losses(
 
 def _change(call: AttentionCall, candidate: Quantization, layer: int, part: str, chunk_tokens: int) -> torch.Tensor:
     """Returns a layer's output with keys or values quantized, `(1, tokens, heads, head_dim)`."""
-    codecs = dict(zip(PARTS, candidate.codecs(layer), strict=True))
+    codecs = dict(zip(PARTS, candidate.codecs(layer, call.key.shape[-1]), strict=True))
     unpacked = IdentityCodec(block_tokens=candidate.block_tokens)
     held = KVLayer(
         *(codecs[name] if name == part else unpacked for name in PARTS),
