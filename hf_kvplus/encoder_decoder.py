@@ -29,6 +29,20 @@ class KVPlusEncoderDecoderCache(EncoderDecoderCache):
     def __init__(self, self_attention_cache: Cache, cross_attention_cache: Cache) -> None:
         super().__init__(self_attention_cache, cross_attention_cache)
 
+    @property
+    def cross_attention_cache(self) -> Cache:
+        """What the decoder reads of the encoder."""
+        return self._cross_attention_cache
+
+    @cross_attention_cache.setter
+    def cross_attention_cache(self, cache: Cache) -> None:
+        # T5Gemma puts an empty cache of the same class here, lest its decoder's windows hold for the encoder too; in a
+        # cache for the encoder's states they never do, and the one at hand knows how it is quantized.
+        held = vars(self).get("_cross_attention_cache")
+        ours, made_for_it = (getattr(one, "cross_attention", None) for one in (held, cache))
+        if not (ours and made_for_it is False and type(cache) is type(held) and cache.get_seq_length() == 0):
+            self._cross_attention_cache = cache
+
     def check_dynamic_cache(self, method: str) -> None:
         """Refuses `method` where one of the two caches has no such operation.
 

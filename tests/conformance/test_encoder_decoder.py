@@ -7,7 +7,7 @@ import torch
 import zoo
 from case import Case, Strategy, attention_layers
 from modes import MODES
-from transformers import DynamicCache, EncoderDecoderCache
+from transformers import DynamicCache, EncoderDecoderCache, T5GemmaConfig, T5GemmaForConditionalGeneration
 
 from hf_kvplus import KVPlusCache, KVPlusEncoderDecoderCache, QuantizedCache, build_cache
 
@@ -61,6 +61,51 @@ def test_one_cache_for_both_halves_is_refused_instead_of_mixing_them(name):
 def test_a_decoder_may_have_a_window(name, mode):
     """Whisper leaves the masks to transformers, which asks the pair for what they are made of."""
     MODES[mode].run(Case(zoo.ZOO[name], Strategy("window:90,sinks=4", 2e-5, window=(90, 4))))
+
+
+def t5gemma():
+    torch.manual_seed(0)
+    half = {
+        "vocab_size": 128,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "sliding_window": 100,
+        "layer_types": ["sliding_attention", "full_attention"],
+    }
+    tokens = {"pad_token_id": 0, "bos_token_id": 2, "eos_token_id": None}
+    config = T5GemmaConfig(encoder={**half, **tokens}, decoder={**half, **tokens}, vocab_size=128, **tokens)
+    model = T5GemmaForConditionalGeneration(config).eval()
+    zoo.listen(model)
+    return model
+
+
+@pytest.mark.parametrize("strategy", ["fp", "int8,recent=16"])
+def test_a_model_that_makes_the_encoders_cache_anew_keeps_ours(strategy):
+    """T5Gemma makes another of the same class, for its decoder's windows, which ours never has there."""
+    model = t5gemma()
+    ids = torch.randint(2, 118, (2, 150), generator=torch.Generator().manual_seed(2))
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 120, "do_sample": False}
+    expected = model.generate(ids, **options)
+    cache = build_cache(strategy, model.config)
+    encoders = cache.cross_attention_cache
+    said = model.generate(ids, past_key_values=cache, **options)
+    assert (said == expected).float().mean() > (0.999 if strategy == "fp" else 0.9)
+    assert cache.cross_attention_cache is encoders
+    assert encoders.layers[0].keys.shape[2] == 150
+    if strategy != "fp":
+        assert all(layer.packed_blocks for half in (cache.self_attention_cache, encoders) for layer in half.layers)
+    other = KVPlusCache(model.config, cross_attention=True)
+    cache.cross_attention_cache = other
+    assert cache.cross_attention_cache is other
+
+
+def test_offloading_as_transformers_means_it_is_refused():
+    with pytest.raises(ValueError, match="`offloading` is for transformers' own caches"):
+        KVPlusCache(zoo.model("Llama").config, offloading=True)
 
 
 def test_the_encoders_half_keeps_everything_whatever_the_decoders_window():
