@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 import torch
 import zoo
 from case import PROMPT, Case, Strategy, attention_layers, copied, fingerprint
 from modes import MODES
 from suite import STRATEGIES
-from transformers import DynamicCache
+from transformers import DynamicCache, MambaConfig
+from transformers.utils.logging import warning_once
 
 from conftest import tiny_llama_config
 from hf_kvplus import KVPlusCache, build_cache, load_cache, measure_memory, save_cache
@@ -343,6 +346,30 @@ def test_bytes_are_those_of_every_reachable_tensor_of_any_model(name):
             case.forward(case.tokens(2), cache)
             case.extend(case.tokens(2, 2, seed=1), cache)
         assert measure_memory(cache).total_bytes == reachable_bytes(cache) > 0
+
+
+@pytest.mark.parametrize(
+    ("config", "why"),
+    [
+        (MambaConfig(num_hidden_layers=2), "recurrent state as it is"),
+        (tiny_llama_config(sliding_window=20, layer_types=["sliding_attention"] * 2), "which recent tokens fill"),
+        (tiny_llama_config(), None),
+        (tiny_llama_config(sliding_window=20, layer_types=["sliding_attention", "full_attention"]), None),
+    ],
+    ids=["recurrent", "short windows", "full", "one full layer"],
+)
+def test_a_strategy_that_changes_nothing_on_a_model_says_so(config, why):
+    said = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logger = logging.getLogger("hf_kvplus.caches")
+    logger.addHandler(handler)
+    warning_once.cache_clear()
+    for strategy in ("fp", "int8,recent=16", "int8,recent=16"):
+        build_cache(strategy, config)
+    logger.removeHandler(handler)
+    assert len(said) == (why is not None)
+    assert all("packs nothing of a model of type" in line and why in line for line in said)
 
 
 def test_transformers_own_layers_are_left_alone():
