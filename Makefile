@@ -55,7 +55,7 @@ eval: $(WEIGHTS)
 RESULTS := eval/results/cpu
 results: $(TEST_WEIGHTS)
 	$(BIN)/kvplus eval --suite reference --model smollm2-135m --out $(RESULTS) $(if $(TEXT),--text $(TEXT))
-	$(BIN)/kvplus eval --suite reference --model gemma3-270m --strategies dynamic,fp,int8,k8v4,int4,int2 --windows 1 \
+	$(BIN)/kvplus eval --suite reference --model gemma3-270m --strategies dynamic,fp,int8,k8v4,k4v2,int4,int3,int2 --windows 1 \
 		--window-tokens 1024 --contexts none --greedy-tokens 32 --task-lengths 768 --task-depths 0.5 --noise none \
 		--out $(RESULTS)/gemma3-270m $(if $(TEXT),--text $(TEXT))
 	$(BIN)/kvplus eval --suite reference --model iglm --text eval/data/antibodies.txt --windows 3 --window-tokens 376 \
