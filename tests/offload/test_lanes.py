@@ -15,7 +15,7 @@ from hf_kvplus.stores.readahead import CudaLane, ReadAhead, Slot, make_lane
 from hf_kvplus.stores.runs import Layout, Run
 from hf_kvplus.stores.space import Offload, Shelves, Space
 
-CPU, DEVICE = torch.device("cpu"), torch.device("cuda:0")
+CPU, DEVICE, SECOND = (torch.device(name) for name in ("cpu", "cuda:0", "cuda:1"))
 
 
 @pytest.fixture
@@ -141,9 +141,40 @@ class OnDevice(torch.Tensor):
         return arguments[0] if function is torch.Tensor.copy_ else made
 
 
+class OnSecond(OnDevice):
+    """The same of another device."""
+
+    device = property(lambda self: SECOND)  # type: ignore[assignment]
+
+
+KINDS = {DEVICE: OnDevice, SECOND: OnSecond, CPU: torch.Tensor}
+
+
 def empty_somewhere(size: int, device: torch.device, pinned: bool = False) -> torch.Tensor:
-    made = torch.zeros(size, dtype=torch.uint8)
-    return made.as_subclass(OnDevice) if device == DEVICE else made
+    return torch.zeros(size, dtype=torch.uint8).as_subclass(KINDS[device])
+
+
+@pytest.mark.parametrize("tier", [Offload("cpu"), Offload("disk", budget_bytes=0)], ids=lambda offload: offload.tier)
+def test_layers_on_several_devices_have_lanes_and_slots_of_their_own(notes, monkeypatch, tier):
+    """As `device_map` spreads them: what is fetched ahead goes to the device of the layer that will read it."""
+    for module in (offloaded_runs, readahead, space):
+        monkeypatch.setattr(module, "empty_bytes", empty_somewhere)
+    monkeypatch.setattr(readahead, "make_lane", CudaLane)
+    monkeypatch.setattr(OffloadedStore, "run_blocks", lambda self, batch: 2)
+    shelves = Shelves(Space(tier))
+    devices = [DEVICE, DEVICE, SECOND, SECOND]
+    stores = [OffloadedStore(IdentityCodec(), shelves, (layer, "keys")) for layer in range(4)]
+    states = [torch.randn(1, 2, 64 * 5, 32).as_subclass(KINDS[device]) for device in devices]
+    for store, one in zip(stores, states, strict=True):
+        store.append_states(one)
+    for _ in range(2):
+        for store, one, device in zip(stores, states, devices, strict=True):
+            out = torch.zeros(1, 2, 64 * 5, 32).as_subclass(KINDS[device])
+            store.decode(out)
+            assert torch.equal(out.as_subclass(torch.Tensor), one.as_subclass(torch.Tensor))
+    assert {device: lane.device for device, lane in shelves.ahead._lanes.items()} == {DEVICE: DEVICE, SECOND: SECOND}
+    for device in (DEVICE, SECOND):
+        assert {slot.device.device for slot in shelves.ahead._free[device]} == {device}
 
 
 def test_blocks_beyond_the_budgets_go_from_the_device_to_host_memory_to_files(notes, monkeypatch):
