@@ -139,8 +139,8 @@ def read_metadata(path: Path, file_format: str) -> dict[str, str]:
             raise CacheFileError(f"{path} is truncated: {size} bytes, the header alone needs {8 + length}")
         entries = _parse_header(path, text)
         metadata = entries.pop("__metadata__", {})
-        if metadata.get("format") != file_format:
-            found = metadata.get("format")
+        found = metadata.get("format") if isinstance(metadata, dict) else None
+        if found != file_format:
             raise CacheFileError(f"{path} is a safetensors file, but not a saved cache: its `format` is {found!r}")
         expected = 8 + length + _data_bytes(path, entries)
         if size != expected:

@@ -378,6 +378,10 @@ def test_foreign_files_are_refused(llama, tmp_path):
         path.write_bytes(content)
         with pytest.raises(CacheFileError, match="isn't a safetensors file"):
             load_cache(path, llama)
+    for header in (b'{"__metadata__":null}   ', b'{"weight":{}}           '):
+        path.write_bytes(len(header).to_bytes(8, "little") + header)
+        with pytest.raises(CacheFileError, match="not a saved cache: its `format` is None"):
+            load_cache(path, llama)
     write_file(path, {"weight": torch.zeros(3)}, {"format": "pt"})
     with pytest.raises(CacheFileError, match="not a saved cache: its `format` is 'pt'"):
         load_cache(path, llama)
