@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 HEALING_FOLDER = "healing"
+HEALING_OPTIONS = ("heal_window_tokens", "heal_windows", "heal_batch", "heal_rate", "heal_weights", "stop_after")
 FACTS_FILE = "kvplus-gqa.json"
 
 Model = Annotated[str, typer.Option(help=f"Alias ({', '.join(ALIASES)}), hub id, checkpoint folder or .gguf file.")]
@@ -83,6 +84,7 @@ def calibrate_gqa(
 
 
 def convert_gqa(
+    context: typer.Context,
     num_key_value_heads: Heads,
     out: Annotated[Path, typer.Option(help="Folder for the converted checkpoint.")],
     model: Model = "smollm2-135m",
@@ -112,6 +114,11 @@ def convert_gqa(
     if text is not None:
         require_text(text)
     healing, first = None, True
+    idle = [name for name in HEALING_OPTIONS if context.get_parameter_source(name).name == "COMMANDLINE"]
+    if idle and not heal_steps:
+        raise ValueError(
+            f"`{idle[0].replace('_', '-')}` is for healing; say how long with --heal-steps, or leave it out"
+        )
     if heal_steps:
         healing = Healing(heal_steps, heal_batch, heal_rate, min(10, heal_steps), heal_weights)
         first, device = join_processes(device)
