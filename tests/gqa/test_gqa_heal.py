@@ -254,7 +254,7 @@ def test_a_text_that_isnt_utf8_is_named(place, tmp_path):
         (["convert-gqa", "--num-key-value-heads", "1", "--out", "x"], "`text` must be given"),
         (
             ["convert-gqa", "--num-key-value-heads", "1", "--out", "x", "--method", "mean", "--heal-rate", "3e-4"],
-            "`heal-rate` is for healing; add --heal-steps",
+            "`heal-rate` is for healing; say how long with --heal-steps",
         ),
         (["calibrate-gqa", "--num-key-value-heads", "1", "--text", "{place}/none.txt"], "no such file"),
         (["calibrate-gqa", "--num-key-value-heads", "1", "--text", "{place}/text.txt"], "fewer than the 8192 of 8"),
