@@ -169,7 +169,7 @@ class KVPlusCache(Cache):
         """Stores new states of one layer and returns all that its queries may see; see `KVLayer.update`.
 
         Raises:
-            ValueError: If the states don't continue those held.
+            ValueError: If the states don't continue those held, or the model has more layers than the cache.
             RuntimeError: If an encoder-decoder model uses this one cache for the decoder and the encoder alike, which
                 mixes up the two.
         """
@@ -178,6 +178,11 @@ class KVPlusCache(Cache):
                 "an encoder-decoder model needs two caches, but stores its decoder's and its encoder's states in this "
                 "one; pass `KVPlusEncoderDecoderCache(cache, KVPlusCache(config, cross_attention=True))`, or the pair "
                 "that `build_cache(strategy, config)` makes"
+            )
+        if layer_idx >= len(self.layers):
+            raise ValueError(
+                f"this cache has {len(self.layers)} layers and got states of layer {layer_idx}, so it is for another "
+                "model; make one from this model's `config`"
             )
         self.last_updated = layer_idx
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)

@@ -11,9 +11,10 @@ from transformers import PretrainedConfig
 
 from hf_kvplus.cachefile import CacheFileError, read_metadata
 from hf_kvplus.caches import KVPlusCache, text_config
+from hf_kvplus.checks import require_choice
 from hf_kvplus.fingerprint import config_fields, find_differences
 from hf_kvplus.offload_index import INDEX_FORMAT, INDEX_VERSION, restore_store
-from hf_kvplus.recipes import Quantization
+from hf_kvplus.recipes import SUPPORTED_NBITS, Quantization
 from hf_kvplus.saving import layer_devices
 from hf_kvplus.stores.blockfile import BlockFile, OffloadError
 from hf_kvplus.stores.directory import BLOCKS_PATTERN
@@ -61,6 +62,7 @@ class OffloadedCache(KVPlusCache):
         *,
         budget_bytes: int | None = None,
     ) -> None:
+        require_choice("nbits", nbits, SUPPORTED_NBITS)
         options = Offload(tier, directory, budget_bytes, prefetch_layers=prefetch_layers)
         super().__init__(config, quantization=Quantization(nbits, nbits), offload=options)
 

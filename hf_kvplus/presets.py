@@ -9,9 +9,10 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from hf_kvplus.caches import KVPlusCache
+from hf_kvplus.checks import require_choice
 from hf_kvplus.layer_plan import LayerPlan, load_plan
 from hf_kvplus.policies import SinkWindowPolicy
-from hf_kvplus.recipes import Quantization
+from hf_kvplus.recipes import SUPPORTED_NBITS, Quantization
 
 
 class QuantizedCache(KVPlusCache):
@@ -57,6 +58,7 @@ class QuantizedCache(KVPlusCache):
         if layer_plan is not None:
             super().__init__(config, quantization=load_plan(layer_plan))
             return
+        require_choice("nbits", nbits, SUPPORTED_NBITS)
         quantization = Quantization(
             key_nbits=nbits if key_nbits is None else key_nbits,
             value_nbits=nbits if value_nbits is None else value_nbits,
@@ -103,6 +105,7 @@ class SlidingWindowCache(KVPlusCache):
         prefill: str = "windowed",
         rollback_tokens: int = 0,
     ) -> None:
+        require_choice("nbits", nbits, SUPPORTED_NBITS)
         window = SinkWindowPolicy(sliding_window, num_sink_tokens, positions, prefill, rollback_tokens)
         quantization = Quantization(nbits, nbits, num_sink_tokens=num_sink_tokens)
         super().__init__(config, quantization=quantization, window=window)

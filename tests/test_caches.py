@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from transformers import DynamicCache, PretrainedConfig
 
 from conftest import tiny_llama, tiny_llama_config
-from hf_kvplus import KVPlusCache, QuantizedCache, build_cache, measure_memory
+from hf_kvplus import (
+    KVPlusCache,
+    OffloadedCache,
+    QuantizedCache,
+    SlidingWindowCache,
+    build_cache,
+    measure_memory,
+)
 from hf_kvplus.compat import cache_keyword
 
 GREEDY = {"max_new_tokens": 80, "do_sample": False}
@@ -151,7 +160,8 @@ def test_the_plan_says_what_each_layer_does(llama):
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"nbits": 7}, ValueError, "`key_nbits` must be one of 2, 3, 4, 5, 6, 8, 16, got 7"),
+        ({"nbits": 7}, ValueError, "`nbits` must be one of 2, 3, 4, 5, 6, 8, 16, got 7"),
+        ({"key_nbits": 7}, ValueError, "`key_nbits` must be one of .*, got 7"),
         ({"value_nbits": 1}, ValueError, "`value_nbits` must be one of .*, got 1"),
         (
             {"group_size": 48, "recipe": "affine"},
@@ -171,6 +181,19 @@ def test_bad_options_are_refused_before_work_starts(llama, options, error, messa
 def test_a_configuration_without_layers_is_refused():
     with pytest.raises(ValueError, match="has no `num_hidden_layers`"):
         KVPlusCache(PretrainedConfig())
+
+
+def test_presets_name_the_width_that_they_were_given(llama):
+    for make in (partial(SlidingWindowCache, sliding_window=64), OffloadedCache, QuantizedCache):
+        with pytest.raises(ValueError, match="^`nbits` must be one of .*, got 7"):
+            make(llama.config, nbits=7)
+
+
+@pytest.mark.parametrize("strategy", ["fp", "int4"])
+def test_a_model_with_more_layers_than_the_cache_is_refused(llama, strategy):
+    cache = build_cache(strategy, llama.config)
+    with pytest.raises(ValueError, match="has 2 layers and got states of layer 2, so it is for another model"):
+        tiny_llama(num_hidden_layers=3).generate(prompt(20), past_key_values=cache, max_new_tokens=2)
 
 
 @pytest.mark.parametrize("strategy", ["fp", "int4"])
