@@ -49,7 +49,7 @@ def write(folder: str, strategy: str, seed: int, progress: int) -> None:
     torch.set_num_threads(1)
     choice = random.Random(seed)
     cache = build_cache(f"{strategy},dir={folder}", config())
-    length = 0
+    length = flushed = 0
     while True:
         tokens = choice.choice((1, STEP, 3 * STEP))
         if strategy.startswith("window"):
@@ -60,12 +60,13 @@ def write(folder: str, strategy: str, seed: int, progress: int) -> None:
             cache.update(new, -new, index)
         length += tokens
         if choice.random() < 0.1 and length > 400 and not strategy.startswith("window"):
-            os.pwrite(progress, f"{length - 150 - 64:012d}".encode(), 0)
+            # What these tokens packed may not be written yet, and some of what is written goes now
+            os.pwrite(progress, f"{min(flushed, length - 150 - 64):012d}".encode(), 0)
             cache.crop(-150)
             length = cache.get_seq_length()
         cache.flush()
-        packed = min(layer.packed_tokens for layer in cache.layers)
-        os.pwrite(progress, f"{packed:012d}".encode(), 0)
+        flushed = min(layer.packed_tokens for layer in cache.layers)
+        os.pwrite(progress, f"{flushed:012d}".encode(), 0)
 
 
 @functools.cache
