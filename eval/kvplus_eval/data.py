@@ -22,7 +22,9 @@ TOPICS = "pydoc-topics"
 LEAST_CHARACTERS = 1_000_000
 DATASET_ALIASES = {
     DEFAULT_DATASET: ("Salesforce/wikitext", "wikitext-2-raw-v1", "test"),
+    "wikitext-2": ("Salesforce/wikitext", "wikitext-2-raw-v1", "test"),
     "wikitext-103-raw": ("Salesforce/wikitext", "wikitext-103-raw-v1", "test"),
+    "wikitext-103": ("Salesforce/wikitext", "wikitext-103-raw-v1", "test"),
     "pg19": ("emozilla/pg19", "default", "test"),
     "c4": ("allenai/c4", "en", "validation"),
 }

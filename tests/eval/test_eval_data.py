@@ -167,3 +167,26 @@ def test_line_ends_of_unicode_inside_a_json_string_end_no_line(tmp_path):
     path = tmp_path / "lines.jsonl"
     path.write_text('{"text": "one\u2028still\x85one"}\n \n{"text": "two"}\n', encoding="utf-8")
     assert load_text(str(path)).text == "one\u2028still\x85one\n\ntwo"
+
+
+@pytest.mark.parametrize(
+    ("choice", "names"),
+    [
+        ("wikitext-2", ("Salesforce/wikitext", "wikitext-2-raw-v1")),
+        ("wikitext-103", ("Salesforce/wikitext", "wikitext-103-raw-v1")),
+        ("pg19", ("emozilla/pg19", "default")),
+        ("c4", ("allenai/c4", "en")),
+    ],
+)
+def test_data_sets_have_short_names(monkeypatch, choice, names):
+    datasets = pytest.importorskip("datasets")
+    asked = []
+
+    class Rows(Streamed):
+        def __getitem__(self, column):
+            return [row[column] for row in self]
+
+    monkeypatch.setattr(data, "hub_status", lambda *args: "answers")
+    monkeypatch.setattr(datasets, "load_dataset", lambda *names, **options: asked.append(names) or Rows())
+    assert "document 0" in load_text(choice, least_characters=10).text
+    assert asked == [names]
