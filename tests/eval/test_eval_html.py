@@ -155,6 +155,13 @@ def test_a_task_beyond_the_model_is_told():
     assert "Beyond this model" in render_page(rows)
 
 
+def test_a_line_that_ends_early_isnt_drawn_on_to_its_name():
+    rows = copy.deepcopy(ROWS)
+    assert "leader far" not in render_page(rows)
+    rows[4]["contexts"].pop()
+    assert render_page(rows).count('class="leader far"') == 2
+
+
 def test_sensitivity_by_layer_is_drawn_where_rows_have_it():
     rows = copy.deepcopy(ROWS)
     rows[3]["layer_sensitivity"] = [{"layer": layer, "kl_nats": 0.01 * layer} for layer in range(4)]

@@ -159,8 +159,11 @@ def _lines(series: Sequence[Series], x_axis: Axis, y_axis: Axis, frame: Frame) -
         parts.append(f'<g data-strategy="{escape(one.strategy)}" style="color:{one.color}">')
         parts.append(f'<polyline class="curve" points="{path}"{dash}/>')
         last = one.points[-1]
+        # What ends early is no line that goes on to its name
+        begin = x.place(last[0])
+        far = " far" if begin < right - 1 else ""
         parts.append(
-            f'<line class="leader" x1="{x.place(last[0]):.1f}" y1="{end:.1f}" x2="{right + 12}" y2="{height:.1f}"/>'
+            f'<line class="leader{far}" x1="{begin:.1f}" y1="{end:.1f}" x2="{right + 12}" y2="{height:.1f}"/>'
         )
         for a, b in one.points:
             tip = f"{one.strategy}: {y_axis.write(b)} at {x_axis.write(a)}"
