@@ -158,10 +158,29 @@ class KVPlusCache(Cache):
         return Packing(codecs, recent, sinks) if codecs else None
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
-        """Returns the column of the next query, for masks."""
+        """Returns the column of the next query, for masks, with which every forward pass begins.
+
+        Raises:
+            RuntimeError: If the last forward pass broke off between two layers.
+        """
+        self._require_whole_passes()
         offset = super().get_query_offset(layer_idx)
         # transformers leaves out the mask of a prompt; with a window it is needed, which the sizes decide.
         return Uncomparable(offset) if isinstance(self.layers[layer_idx], SinkWindowLayer) else offset
+
+    def _require_whole_passes(self) -> None:
+        """Refuses a cache whose first layers have all seen more tokens than its last ones: later text would suffer."""
+        ours = [(index, layer) for index, layer in enumerate(self.layers) if isinstance(layer, KVLayer)]
+        lengths = {index: layer.cumulative_length for index, layer in ours}
+        most, least = max(lengths.values(), default=0), min(lengths.values(), default=0)
+        ahead = [index for index, length in lengths.items() if length == most]
+        behind = [index for index, length in lengths.items() if length == least]
+        # Layers that see something else than text (Mllama's, of images) lie between others.
+        if most > least and len(ahead) + len(behind) == len(lengths) and ahead[-1] < behind[0]:
+            raise RuntimeError(
+                f"a forward pass broke off behind layer {ahead[-1]}, or this model has no layers behind it: the cache "
+                f"holds {most} tokens up to there and {least} from layer {behind[0]} on; `reset()` it or use a new one"
+            )
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any

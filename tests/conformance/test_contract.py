@@ -173,6 +173,34 @@ def test_a_crop_of_more_than_was_seen_leaves_nothing(layers, strategy, length):
     assert all(map(torch.equal, cache.layers[0].dense(), fresh.layers[0].dense()))
 
 
+@pytest.mark.parametrize("prompt", [PROMPT, 1], ids=["prompt", "decoding"])
+@pytest.mark.parametrize("name", ["Llama", "Gemma 3n", "Falcon-H1", "Whisper"])
+def test_a_forward_pass_that_breaks_off_between_layers_is_noticed(name, prompt):
+    """Else the layers behind it would lack tokens, without a word."""
+    case = Case(zoo.ZOO[name], Strategy("int8,recent=16", 0.1))
+    tokens, cache = case.tokens(length=PROMPT + 10), case.cache()
+    update = KVPlusCache.update
+    with torch.no_grad():
+        if prompt == 1:
+            case.forward(tokens[:, :PROMPT], cache)
+        held = cache.get_seq_length()
+
+        def broken(self, keys, values, layer_idx, *arguments, **options):
+            if layer_idx == 1:
+                raise KeyboardInterrupt
+            return update(self, keys, values, layer_idx, *arguments, **options)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(KVPlusCache, "update", broken)
+            with pytest.raises(KeyboardInterrupt):
+                case.forward(tokens[:, held : held + prompt], cache)
+        said = f"broke off behind layer 0.* holds {held + prompt} tokens up to there and {held} from"
+        with pytest.raises(RuntimeError, match=said):
+            case.forward(tokens[:, held + prompt : held + prompt + 1], cache)
+        cache.reset()
+        case.check(case.forward(tokens, cache)[0], tokens[0], 0)
+
+
 @pytest.mark.parametrize("name", ["Qwen3-Next", "Falcon-H1", "Jamba"])
 def test_a_recurrent_state_is_never_rolled_back_by_half(name):
     case = Case(zoo.ZOO[name], STRATEGIES[0])
