@@ -170,6 +170,7 @@ def _evaluate(
     job = _load_job(model, where, chosen_text, settings, out, console)
     job = replace(job, strategies=names, fresh=fresh, reference=reference)
     rows = processes.from_first(_earlier(job, out, console)) if reuse and not fresh else []
+    finished = None
     if not rows:
         finished = run_evaluation(job, console, processes)
         rows = finished.rows
@@ -178,6 +179,8 @@ def _evaluate(
     if processes.is_first:
         _tell(rows, out, console)
     processes.gather(None)
+    if finished is not None and finished.journal is not None and processes.local_index == 0:
+        finished.journal.close()  # of a machine with a disk of its own
     _leave(rows)
 
 

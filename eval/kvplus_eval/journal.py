@@ -8,6 +8,7 @@ pieces that other code measured are never mixed in. Left out: pieces of a strate
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -84,8 +85,8 @@ class Journal:
 
     def close(self) -> None:
         """Deletes the pieces, once the rows made of them are written."""
-        shutil.rmtree(self.folder)
-        if not any(self.folder.parent.iterdir()):
+        shutil.rmtree(self.folder, ignore_errors=True)  # another process on the same disk may have been faster
+        with contextlib.suppress(OSError):  # what others keep there stays
             self.folder.parent.rmdir()
 
     def _path(self, key: tuple[object, ...]) -> Path:

@@ -1,7 +1,8 @@
 """Makes `accelerate launch --cpu --num_processes N` mean what it says.
 
 Without MPI accelerate (1.15) starts one process on CPUs, whatever number it was asked for, and tells it nothing of the
-number. Read from the launcher's own command line, it is handed to torch's launcher, which starts that many.
+number. Read from the launcher's own command line, it is handed to torch's launcher, which starts that many; so are the
+numbers of machines and of this one.
 """
 
 from __future__ import annotations
@@ -44,6 +45,28 @@ def asked_processes(command: Sequence[str]) -> int:
     return int(found[1])
 
 
+def asked_machines(command: Sequence[str]) -> tuple[int, int]:
+    """Reads from accelerate's command line how many machines share the processes, and the number of this one."""
+    text = " ".join(command)
+    count, rank = (re.search(rf"--{name}[= ](\d+)", text) for name in ("num[_-]machines", "machine[_-]rank"))
+    return int(count[1]) if count else 1, int(rank[1]) if rank else 0
+
+
+def launcher_options(command: Sequence[str]) -> list[str]:
+    """Returns how torch's launcher is told what accelerate was.
+
+    Args:
+        command: Accelerate's command line.
+
+    Raises:
+        ValueError: If the number of processes isn't there, or machines can't share them evenly.
+    """
+    count, (machines, rank) = asked_processes(command), asked_machines(command)
+    if count % machines:
+        raise ValueError(f"{count} processes can't be shared evenly by {machines} machines; ask for a multiple")
+    return ["--nnodes", str(machines), "--node_rank", str(rank), "--nproc_per_node", str(count // machines)]
+
+
 def start_the_others(arguments: Sequence[str]) -> None:
     """Replaces this process by torch's launcher with the number that accelerate was asked for.
 
@@ -52,7 +75,6 @@ def start_the_others(arguments: Sequence[str]) -> None:
     """
     parent = Path(f"/proc/{os.getppid()}/cmdline")
     command = parent.read_bytes().decode().split("\0") if parent.is_file() else []
-    count = asked_processes(command)
     meeting = ["--master_addr", os.environ["MASTER_ADDR"], "--master_port", os.environ["MASTER_PORT"]]
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(count), *meeting]
+    launcher = [sys.executable, "-m", "torch.distributed.run", *launcher_options(command), *meeting]
     os.execv(sys.executable, [*launcher, "-m", "kvplus_eval", *arguments])

@@ -13,7 +13,7 @@ import torch
 
 from checkpoints import one_thread, save_tiny_checkpoint, write_words
 from kvplus_eval.journal import Journal
-from kvplus_eval.launching import asked_processes, count_processes, was_left_alone
+from kvplus_eval.launching import asked_processes, count_processes, launcher_options, was_left_alone
 from kvplus_eval.processes import Processes
 from kvplus_eval.results import read_rows
 
@@ -89,23 +89,31 @@ def test_a_killed_run_goes_on_and_ends_with_the_same_rows(place, tmp_path, undis
     assert not (tmp_path / "unfinished").exists()
 
 
-def test_two_processes_find_what_one_finds(place, tmp_path, undisturbed):
+@pytest.mark.parametrize("machines", [1, 2])
+def test_two_processes_find_what_one_finds(place, tmp_path, undisturbed, machines):
+    """Side by side, and on two machines without a common disk, played by one."""
     pytest.importorskip("accelerate")
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2"]
-    launch += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
-    done = subprocess.run(
-        [*launch, "--main_process_port", str(port), *command(place, tmp_path)],
-        capture_output=True,
-        text=True,
-        env=environment(),
-        timeout=400,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    rows = read_rows(tmp_path / "results.jsonl")
+    launch += ["--mixed_precision", "no", "--dynamo_backend", "no", "--num_machines", str(machines)]
+    launch += ["--main_process_ip", "127.0.0.1", "--main_process_port", str(port)]
+    started = [
+        subprocess.Popen(
+            [*launch, "--machine_rank", str(rank), *command(place, tmp_path / str(rank))],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment(),
+        )
+        for rank in range(machines)
+    ]
+    ended = [process.communicate(timeout=400) for process in started]
+    assert [process.returncode for process in started] == [0] * machines, [errors[-3000:] for _, errors in ended]
+    assert [path.parent.name for path in tmp_path.glob("*/results.jsonl")] == ["0"]
+    assert not list(tmp_path.glob("*/unfinished"))
+    rows = read_rows(tmp_path / "0" / "results.jsonl")
     assert len(rows) == 2
     for row, alone in zip(rows, undisturbed[1], strict=True):
         assert row["device"]["processes"] == 2
@@ -115,7 +123,8 @@ def test_two_processes_find_what_one_finds(place, tmp_path, undisturbed):
         assert row["windows"]["kl_nats"] == pytest.approx(alone["windows"]["kl_nats"], rel=1e-9, abs=1e-12)
         assert [one["exact"] for one in row["tasks"]] == [one["exact"] for one in alone["tasks"]]
     # One writer: the table and the summary come once
-    assert sum('"kind": "eval-summary"' in line for line in done.stdout.splitlines()) == 1
+    printed = "".join(output for output, _ in ended)
+    assert sum('"kind": "eval-summary"' in line for line in printed.splitlines()) == 1
 
 
 def test_windows_are_dealt_out_once_each():
@@ -152,6 +161,14 @@ def test_accelerates_lonely_process_is_recognized():
     assert not was_left_alone({"ACCELERATE_USE_CPU": "True"})
     assert not was_left_alone({"MASTER_PORT": "29500"})
     assert count_processes({}) == 1
+
+
+def test_machines_share_the_processes():
+    given = ["accelerate", "launch", "--cpu", "--num_processes", "6", "--num_machines", "3", "--machine_rank=2"]
+    assert launcher_options(given) == ["--nnodes", "3", "--node_rank", "2", "--nproc_per_node", "2"]
+    assert launcher_options(given[:5]) == ["--nnodes", "1", "--node_rank", "0", "--nproc_per_node", "6"]
+    with pytest.raises(ValueError, match="5 processes can't be shared evenly by 3 machines"):
+        launcher_options([*given[:4], "5", *given[5:]])
 
 
 def test_the_number_of_processes_is_read_from_accelerates_command_line():
