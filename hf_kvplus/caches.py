@@ -17,6 +17,7 @@ from hf_kvplus.configs import config_head_dims, text_config
 from hf_kvplus.fingerprint import config_fields
 from hf_kvplus.gqa.projection import DEFAULT_RECENT_TOKENS, DEFAULT_SINK_TOKENS, GQA
 from hf_kvplus.hybrid import RecurrentLayer
+from hf_kvplus.key_bias import KeyTurns, layer_key_turns
 from hf_kvplus.layer import KVLayer
 from hf_kvplus.layer_build import Packing, build_layer, window_layers
 from hf_kvplus.layer_plan import LayerPlan
@@ -83,14 +84,18 @@ class KVPlusCache(Cache):
         head_dims: set[int] = set() if gqa else config_head_dims(decoder_config)
         # Latents of several heads are no heads of a size; where layers differ, a recipe goes by the smallest.
         self._head_dim = min(head_dims, default=None)
-        for head_dim in head_dims if self.quantization else ():
-            for layer_quantization in set(self._quantizations(1)) - {None}:
-                for codec in replace(layer_quantization, calibration=None).codecs():
-                    codec.check(head_dim)
         layers, self.plan = [], []
         layer_types, layer_options = layer_types_and_options(decoder_config)
+        self._key_turns: list[KeyTurns] | None = None
         if cross_attention:
             layer_types, layer_options = ["full_attention"] * len(layer_types), [{}] * len(layer_types)
+        elif self.quantization:
+            self._key_turns = layer_key_turns(decoder_config)
+        for head_dim in head_dims if self.quantization else ():
+            for layer_quantization in set(self._quantizations(1)) - {None}:
+                turns = self._key_turns[0] if self._key_turns else None
+                for codec in replace(layer_quantization, calibration=None).codecs(0, head_dim, turns):
+                    codec.check(head_dim)
         for index, (layer_type, options) in enumerate(zip(layer_types, layer_options, strict=True)):
             layer, note = build_layer(layer_type, options, partial(self._packing, index))
             layers.append(layer)
@@ -152,7 +157,9 @@ class KVPlusCache(Cache):
         elif gqa is not None:
             recent = DEFAULT_RECENT_TOKENS if gqa.residual_length is None else gqa.residual_length
             sinks = DEFAULT_SINK_TOKENS if gqa.num_sink_tokens is None else gqa.num_sink_tokens
-        codecs = quantization.codecs(index, self._head_dim) if quantization else ()
+        # Latents have no pairs of channels that turn.
+        turns = self._key_turns[index] if self._key_turns and not gqa else None
+        codecs = quantization.codecs(index, self._head_dim, turns) if quantization else ()
         if self.projection is not None:
             codecs = self.projection.codecs(index, codecs)
         return Packing(codecs, recent, sinks) if codecs else None

@@ -128,9 +128,9 @@ def tell_key_biases(console: Console, model: str, text: Path) -> None:
     with OnePass(loaded) as run:
         found = key_biases(run, cut)
     for bias in found:
-        if max(bias.offset, bias.spread) >= FAR:
+        if bias.is_far:
             console.print(f"  {bias.describe()}", soft_wrap=True, markup=False)
-    far = sum(max(bias.offset, bias.spread) >= FAR for bias in found)
+    far = sum(bias.is_far for bias in found)
     console.print(
         f"key biases: {far} of {len(found)} layers have a channel at least {FAR} times above the typical one"
     )

@@ -145,7 +145,10 @@ def _check_scaled_queries(config: PretrainedConfig) -> None:
 
 def _absolute(config: PretrainedConfig) -> str:
     """Returns why positions that were added to embeddings can't be shifted, and how far original ones go."""
-    source = inspect.getsource(modeling_module(config))
+    try:
+        source = inspect.getsource(modeling_module(config))
+    except ValueError as error:
+        return refusal(config, str(error))
     kind = next((name for name, pattern in ABSOLUTE if pattern.search(source)), None)
     if kind is None:
         return refusal(config, "it has no rotary positions that its configuration describes")

@@ -33,6 +33,8 @@ class QuantizedCache(KVPlusCache):
         recipe: How states are encoded; `"auto"` takes the best one measured for the width.
         layer_plan: A plan by `kvplus plan` (its file, dictionary or `LayerPlan`), which takes the place of all other
             options.
+        rotary_means: Pairs of channels whose mean is taken out of keys along RoPE; `None` takes a few where the
+            model's keys have a bias, see `Quantization`.
 
     Raises:
         TypeError: If `config` isn't a transformers configuration.
@@ -54,6 +56,7 @@ class QuantizedCache(KVPlusCache):
         num_sink_tokens: int | None = None,
         recipe: str = "auto",
         layer_plan: LayerPlan | Mapping[str, Any] | str | Path | None = None,
+        rotary_means: int | None = None,
     ) -> None:
         if layer_plan is not None:
             super().__init__(config, quantization=load_plan(layer_plan))
@@ -66,6 +69,7 @@ class QuantizedCache(KVPlusCache):
             residual_length=residual_length,
             num_sink_tokens=num_sink_tokens,
             recipe=recipe,
+            rotary_means=rotary_means,
         )
         super().__init__(config, quantization=quantization)
 

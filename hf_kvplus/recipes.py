@@ -19,6 +19,7 @@ from hf_kvplus.codecs.float8 import Float8Codec
 from hf_kvplus.codecs.identity import IdentityCodec
 from hf_kvplus.codecs.levels import LLOYD_MAX, UNIFORM
 from hf_kvplus.codecs.metric import KeyMetric
+from hf_kvplus.key_bias import KeyTurns
 from hf_kvplus.registry import Registry
 
 SUPPORTED_NBITS = (2, 3, 4, 5, 6, 8, 16)
@@ -94,6 +95,9 @@ class Quantization:
         recipe: A name from `recipes`, or `"auto"`.
         calibration: File with the metrics of the model's queries, made by `kvplus plan --calibrate`; keys of
             `"dual_scale"` are then encoded with it, see `hf_kvplus.codecs.metric`.
+        rotary_means: Pairs of channels per head whose mean is taken out of every block of keys, turned along RoPE, and
+            added back when they are read; see `hf_kvplus.codecs.rotary_mean`. `None` takes one for 16 channels where
+            the model's keys have a bias that RoPE turns, none elsewhere.
 
     Raises:
         ValueError: If an option is out of range; the message says what to use.
@@ -106,6 +110,7 @@ class Quantization:
     num_sink_tokens: int | None = None
     recipe: str = "auto"
     calibration: str | None = None
+    rotary_means: int | None = None
 
     def __post_init__(self) -> None:
         """Checks the options once and decides what was left open."""
@@ -119,6 +124,8 @@ class Quantization:
         require_at_least("num_sink_tokens", self.num_sink_tokens, 0)
         if self.group_size is not None:
             require_multiple("group_size", self.group_size, 8)
+        if self.rotary_means is not None:
+            require_at_least("rotary_means", self.rotary_means, 0)
         if self.recipe != "auto":
             recipes.get(self.recipe)
         if self.calibration is not None and self.recipe_name != "dual_scale":
@@ -144,16 +151,19 @@ class Quantization:
         """The recipe that is used, after `"auto"` was decided."""
         return AUTO_RECIPE if self.recipe == "auto" else self.recipe
 
-    def codecs(self, layer: int = 0, head_dim: int | None = None) -> tuple[Codec, Codec]:
+    def codecs(
+        self, layer: int = 0, head_dim: int | None = None, key_turns: KeyTurns | None = None
+    ) -> tuple[Codec, Codec]:
         """Returns the key codec and the value codec.
 
         Args:
             layer: Index of the decoder layer; only a calibration depends on it.
             head_dim: Channels of a head, which the recipe of 2 bits goes by; `None` where they aren't known.
+            key_turns: What the model's configuration tells of the layer's keys; `None` for nothing.
 
         Raises:
             FileNotFoundError: If the calibration's file is missing.
-            ValueError: If it doesn't know the layer.
+            ValueError: If it doesn't know the layer, or turning means can't be had.
         """
         build = recipes.get(self.recipe_name)
         identity = IdentityCodec(block_tokens=self.block_tokens)
@@ -162,6 +172,7 @@ class Quantization:
             keys, _ = build(self.key_nbits, self.group_size, self.block_tokens, head_dim)
             if self.calibration is not None:
                 keys = replace(keys, metric=KeyMetric(self.calibration, layer))
+            keys = (key_turns or KeyTurns()).wrap(keys, self.rotary_means, head_dim or SMALL_HEAD_DIM)
         if self.value_nbits < 16:
             _, values = build(self.value_nbits, self.group_size, self.block_tokens, head_dim)
         return keys, values

@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
+from hf_kvplus.codecs.rotary_mean import ChannelTurns
+
 FULL = "full_attention"
 CHANGING = ("dynamic", "longrope")
 # Model types whose keys were seen to turn as computed here, in every layer with full attention; a test goes over them.
@@ -93,7 +95,7 @@ def key_rotation(config: PretrainedConfig) -> KeyRotation:
     parameters = getattr(config, "rope_parameters", None)
     if not parameters:
         raise ValueError(refusal(config, "it has no rotary positions that its configuration describes"))
-    layered = isinstance(parameters.get(FULL), dict)
+    layered = _is_layered(config)
     parameters = parameters[FULL] if layered else parameters
     rope_type = parameters.get("rope_type", "default")
     if "mrope_section" in parameters or "mrope_interleaved" in parameters:
@@ -104,8 +106,41 @@ def key_rotation(config: PretrainedConfig) -> KeyRotation:
         raise ValueError(
             refusal(config, f"how it rotates keys wasn't verified, only for {', '.join(sorted(VERIFIED))}")
         )
-    module = modeling_module(config)
-    return KeyRotation(_frequencies(config, module, layered), _is_interleaved(config, module))
+    try:
+        module = modeling_module(config)
+        return KeyRotation(_frequencies(config, module, FULL), _is_interleaved(module))
+    except ValueError as error:
+        raise ValueError(refusal(config, str(error))) from None
+
+
+def channel_turns(config: PretrainedConfig, layer_type: str = FULL) -> ChannelTurns:
+    """Returns how the keys of a layer turn from one token to the next, as far as the configuration tells.
+
+    Unlike `key_rotation` this is for a codec that is exact whatever it's told, so no model is refused for being
+    unverified, for having several axes (they agree in text) or for frequencies that change with the length.
+
+    Args:
+        config: The configuration of a text decoder.
+        layer_type: As transformers calls it; layers with windows may have frequencies of their own.
+
+    Raises:
+        ValueError: If keys aren't rotated, or the model's code doesn't tell how; the message names the reason.
+    """
+    if not getattr(config, "rope_parameters", None):
+        raise ValueError(f"model type {config.model_type!r} has no rotary positions that its configuration describes")
+    if getattr(config, "kv_lora_rank", None):
+        raise ValueError(f"model type {config.model_type!r} turns some channels of latent attention only")
+    try:
+        module = modeling_module(config)
+        inv_freq = _frequencies(config, module, layer_type)
+        return ChannelTurns(tuple(inv_freq.double().tolist()), _is_interleaved(module))
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"how model type {config.model_type!r} turns keys isn't known: {error}") from error
+
+
+def _is_layered(config: PretrainedConfig) -> bool:
+    """Whether layers of several types have RoPE settings of their own."""
+    return isinstance((getattr(config, "rope_parameters", None) or {}).get(FULL), dict)
 
 
 def refusal(config: PretrainedConfig, reason: str) -> str:
@@ -123,10 +158,10 @@ def modeling_module(config: PretrainedConfig) -> ModuleType:
     try:
         return importlib.import_module(name.replace("configuration_", "modeling_"))
     except ImportError:
-        raise ValueError(refusal(config, f"its code isn't found beside {name}")) from None
+        raise ValueError(f"its code isn't found beside {name}") from None
 
 
-def _frequencies(config: PretrainedConfig, module: ModuleType, layered: bool) -> torch.Tensor:
+def _frequencies(config: PretrainedConfig, module: ModuleType, layer_type: str) -> torch.Tensor:
     """Returns what the model's own rotary embedding computes as `inv_freq`."""
     found = [
         entry
@@ -138,12 +173,12 @@ def _frequencies(config: PretrainedConfig, module: ModuleType, layered: bool) ->
         and "Vision" not in name
     ]
     if len(found) != 1:
-        raise ValueError(refusal(config, f"its code has {len(found)} rotary embeddings to choose from"))
+        raise ValueError(f"its code has {len(found)} rotary embeddings to choose from")
     rotary = found[0](config)
-    return getattr(rotary, f"{FULL}_inv_freq" if layered else "inv_freq")
+    return getattr(rotary, f"{layer_type}_inv_freq" if _is_layered(config) else "inv_freq")
 
 
-def _is_interleaved(config: PretrainedConfig, module: ModuleType) -> bool:
+def _is_interleaved(module: ModuleType) -> bool:
     """Finds out from the model's own functions which channels form a pair."""
     probe = torch.tensor([[[[1.0, 2.0, 3.0, 4.0]]]])
     if hasattr(module, "rotate_half"):
@@ -151,8 +186,8 @@ def _is_interleaved(config: PretrainedConfig, module: ModuleType) -> bool:
     elif hasattr(module, "_apply_rotary_emb"):
         turned = module._apply_rotary_emb(probe, torch.zeros(1, 1, 1, 2), torch.ones(1, 1, 1, 2))
     else:
-        raise ValueError(refusal(config, "its code has no `rotate_half` to learn the pairing of channels from"))
+        raise ValueError("its code has no `rotate_half` to learn the pairing of channels from")
     for interleaved, expected in ((False, [-3.0, -4.0, 1.0, 2.0]), (True, [-2.0, 1.0, -4.0, 3.0])):
         if turned.flatten().tolist() == expected:
             return interleaved
-    raise ValueError(refusal(config, "its code rotates channels in a way that isn't known here"))
+    raise ValueError("its code rotates channels in a way that isn't known here")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import math
 import threading
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -25,7 +26,9 @@ from hf_kvplus.codecs.affine import PER_CHANNEL, PER_TOKEN, AffineCodec
 from hf_kvplus.codecs.base import Packed
 from hf_kvplus.codecs.dual_scale import DualScaleCodec
 from hf_kvplus.codecs.identity import IdentityCodec
+from hf_kvplus.codecs.latent import LatentCodec
 from hf_kvplus.codecs.levels import UNIFORM
+from hf_kvplus.codecs.rotary_mean import RotaryMeanCodec, kernel_tables
 from hf_kvplus.layer import KVLayer
 from hf_kvplus.threads import find_runner
 
@@ -33,6 +36,7 @@ DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "b
 PACKED_SLOTS = {"keys": slots.KEY_CODES, "values": slots.VALUE_CODES}
 FOUND_SLOTS = (slots.LOG_SUMS, slots.EARLIER, slots.EARLIER_LOG_SUMS)
 SHARES_PER_THREAD = 4
+MEAN_SLOTS = {"rotary_pair": slots.KEY_PAIR, "rotary_mean": slots.KEY_PAIR_MEAN}
 # Fields of a payload in the order of the kernel's slots; a codec has at most one of each line.
 FIELDS = (("codes", "states"), ("scale", "channel_scale"), ("zero_point", "token_scale"), ("mean",), ("mean_scale",))
 
@@ -65,6 +69,7 @@ class Workspace(threading.local):
         self.partial = torch.empty(0)
         self.states = torch.empty(0)
         self.padding = torch.zeros(1, dtype=torch.int64)
+        self.turns: tuple[torch.Tensor, ...] = ()
 
 
 class CPUKernel:
@@ -101,6 +106,9 @@ class CPUKernel:
         form, lanes = self.module.PackedForm, self.module.LANES
         if codec is None:
             return form()
+        if isinstance(codec, RotaryMeanCodec):
+            inner = self.form(codec.inner, name, channels)
+            return replace(inner, means=codec.means) if inner and name == "keys" else None
         if codec.block_tokens % lanes:
             return None
         if isinstance(codec, IdentityCodec):
@@ -261,17 +269,20 @@ class CPUKernel:
             a[first + 3 * len(FIELDS)] = _padded_levels(codec).data_ptr()
             a[slots.OCTAVES] = _octaves().data_ptr()
             # Where latents were rotated, their queries and outputs already are.
-            matrix = codec.rotation(layer.shapes[name][1]) if codec is store.codec else None
+            matrix = None if isinstance(store.codec, LatentCodec) else codec.rotation(layer.shapes[name][1])
             a[rotation] = 0 if matrix is None else matrix.data_ptr()
+        if isinstance(store.codec, RotaryMeanCodec):
+            tables = kernel_tables(store.codec.turns, store.codec.block_tokens, layer.shapes[name][1], "cpu")
+            self.workspace.turns = tables
+            a[slots.KEY_TURN_CHANNELS], a[slots.KEY_TURNS] = (table.data_ptr() for table in tables)
 
     def _set_payload(self, fields: Packed, first: int, first_block: int = 0) -> None:
         """Writes where the blocks of a payload are, of which the first in memory is `first_block` of the layer."""
-        for index, choices in enumerate(FIELDS):
-            for field in choices:
-                if field in fields:
-                    tensor, slot = fields[field], first + 3 * index
-                    self._set_tensor(slot, tensor)
-                    self.workspace.arguments[slot] -= first_block * tensor.stride(2) * tensor.element_size()
+        places = {field: first + 3 * index for index, choices in enumerate(FIELDS) for field in choices}
+        for field, tensor in fields.items():
+            slot = MEAN_SLOTS[field] if field in MEAN_SLOTS else places[field]
+            self._set_tensor(slot, tensor)
+            self.workspace.arguments[slot] -= first_block * tensor.stride(2) * tensor.element_size()
 
     def _set_tensor(self, slot: int, tensor: torch.Tensor) -> None:
         """Writes a tensor's address and its strides over batch rows and heads."""

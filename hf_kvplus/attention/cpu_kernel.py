@@ -53,7 +53,7 @@ from hf_kvplus.attention.array_loops import (
 )
 from hf_kvplus.attention.intrinsics import STATE_BYTES
 from hf_kvplus.attention.output_loops import dense_output, dual_output, packed_output
-from hf_kvplus.attention.score_loops import dense_scores, dual_scores, packed_scores
+from hf_kvplus.attention.score_loops import dense_scores, dual_scores, packed_scores, rotary_scores
 from hf_kvplus.attention.softmax_loops import cap_scores, exponentiate, hide, largest
 from hf_kvplus.attention.vectors import LANES, LOOKUP
 
@@ -77,6 +77,7 @@ class PackedForm:
         token_scale: Whether each token has a scale (dual).
         table: Whether codes are looked up in a table of levels (dual).
         rotated: Whether channels were mixed by a matrix before.
+        means: Pairs of channels whose turning means were taken out before all that (keys).
     """
 
     kind: str = "states"
@@ -85,6 +86,7 @@ class PackedForm:
     token_scale: bool = False
     table: bool = False
     rotated: bool = False
+    means: int = 0
 
     def block_bytes(self, channels: int, tokens: int, state_bytes: int) -> int:
         """Returns the bytes from one block's codes or states to the next's."""
@@ -142,7 +144,7 @@ def _build(form: KernelForm, sources: int) -> Any:
     value_bytes = form.values.block_bytes(value_channels, tokens, state_bytes)
     key_affine, key_dual = int(form.keys.kind == "affine"), int(form.keys.kind == "dual")
     key_nbits, key_groups, key_rotated = form.keys.nbits, form.keys.groups, int(form.keys.rotated)
-    key_tokens, key_table = int(form.keys.token_scale), int(form.keys.table)
+    key_tokens, key_table, key_means = int(form.keys.token_scale), int(form.keys.table), form.keys.means
     value_affine, value_dual = int(form.values.kind == "affine"), int(form.values.kind == "dual")
     value_nbits, value_groups, value_rotated = form.values.nbits, form.values.groups, int(form.values.rotated)
     value_tokens, value_table = int(form.values.token_scale), int(form.values.table)
@@ -270,6 +272,13 @@ def _build(form: KernelForm, sources: int) -> Any:
                     else:
                         source = base + (rotated_at if block >= 0 else query_at)
                         dense_scores(keys_at, key_line, count, source, scores, key_channels, tokens, rows, dtype)
+                    if key_means and block >= 0:
+                        rotary_scores(
+                            locate(me, slots.KEY_PAIR, batch, head, block, key_means),
+                            locate(me, slots.KEY_PAIR_MEAN, batch, head, block, 4 * key_means),
+                            a[slots.KEY_TURNS], a[slots.KEY_TURN_CHANNELS], base + query_at, scores,
+                            key_means, key_channels, tokens, rows,
+                        )  # fmt: skip
                     if softcap > 0:
                         cap_scores(scores, softcap, tile_scores)
                     # Probabilities

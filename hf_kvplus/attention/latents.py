@@ -19,6 +19,7 @@ from hf_kvplus.attention.base import Scoring, say_uncompiled
 from hf_kvplus.codecs import Codec
 from hf_kvplus.codecs.dual_scale import DualScaleCodec
 from hf_kvplus.codecs.latent import LatentCodec
+from hf_kvplus.codecs.rotary_mean import without_means
 from hf_kvplus.layer import KVLayer
 
 
@@ -28,8 +29,8 @@ def has_latents(layer: KVLayer) -> bool:
 
 
 def inner_codec(codec: Codec) -> Codec:
-    """Returns the codec that encodes what is stored: that of the latents, or `codec` itself."""
-    return codec.inner if isinstance(codec, LatentCodec) else codec
+    """Returns the codec that encodes what is stored: that of latents, that of keys without their turning means."""
+    return codec.inner if isinstance(codec, LatentCodec) else without_means(codec)
 
 
 def stored_shape(layer: KVLayer, name: str) -> tuple[int, int]:

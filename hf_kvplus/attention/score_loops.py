@@ -4,6 +4,7 @@ Arrays are float32 unless said otherwise, and without gaps. Rows are the query v
 as many tokens as one packed block.
 
     packed keys     codes (channels, tokens), a scale and a zero point per channel and group of tokens
+    turning means   pairs (means), bytes; two half-precision numbers for each
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from hf_kvplus.attention.intrinsics import (
 )
 from hf_kvplus.attention.vectors import (
     BYTE,
+    FLOAT,
     FLOATS,
+    HALF,
     INT,
     LANES,
     LONG,
@@ -206,6 +209,49 @@ def dual_scores(
                 total = builder.fadd(sums[row, places], read_factor(builder, offset(builder, bias, 4 * row)))
                 total = builder.fmul(total, scales) if has_token_scale else total
                 store_places(builder, total, offset(builder, scores, 4 * row * tokens), places)
+
+
+@inner_loop("pairs_at means_at turns_at places_at query_at scores_at", "count channels tokens rows")
+def rotary_scores(
+    builder: Builder,
+    pairs: Value,
+    means: Value,
+    turns: Value,
+    places: Value,
+    query: Value,
+    scores: Value,
+    count: int,
+    channels: int,
+    tokens: int,
+    rows: int,
+) -> None:
+    """Adds to `scores[r, t]` what a query finds in turning means, `cos[p, t] (q . mean) + sin[p, t] (q x mean)`.
+
+    The query is that of the model's own channels. `turns` holds cosines and sines, `(pairs, 2, tokens)`, `places` the
+    channels of each pair, 32-bit integers `(pairs, 2)`.
+    """
+    with steps(builder, count) as number:
+        pair = builder.zext(load(builder, offset(builder, pairs, number), BYTE), LONG)
+        mean = offset(builder, means, builder.mul(number, LONG(4)))
+        x, y = (builder.fpext(load(builder, offset(builder, mean, 2 * half), HALF), FLOAT) for half in range(2))
+        place = offset(builder, places, builder.mul(pair, LONG(8)))
+        first, second = (
+            builder.mul(builder.zext(load(builder, offset(builder, place, 4 * half), INT), LONG), LONG(4))
+            for half in range(2)
+        )
+        turn = offset(builder, turns, builder.mul(pair, LONG(8 * tokens)))
+        for row in range(rows):
+            line = offset(builder, query, 4 * row * channels)
+            one, two = (load(builder, offset(builder, line, at), FLOAT) for at in (first, second))
+            along = splat(builder, builder.fadd(builder.fmul(one, x), builder.fmul(two, y)))
+            across = splat(builder, builder.fsub(builder.fmul(two, x), builder.fmul(one, y)))
+            for token in range(0, tokens, LANES):
+                cosine, sine = (
+                    load(builder, offset(builder, turn, 4 * (token + half * tokens)), FLOATS) for half in range(2)
+                )
+                target = offset(builder, scores, 4 * (row * tokens + token))
+                total = multiply_add(builder, cosine, along, load(builder, target, FLOATS))
+                store(builder, multiply_add(builder, sine, across, total), target)
 
 
 def levels_of(builder: Builder, levels: Value, nbits: int, has_table: int) -> tuple[Table | None, float]:

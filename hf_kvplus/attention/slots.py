@@ -55,4 +55,9 @@ LEAD_TOKENS, LEAD_TILES, FIRST_SLOT = range(92, 95)
 # the same order, and the logarithms of their sums; they are added up with what is found here.
 LOG_SUMS, EARLIER, EARLIER_LOG_SUMS = range(95, 98)
 
-COUNT = 98
+# Turning means of keys, see `hf_kvplus.codecs.rotary_mean`: numbers of pairs, means, and the addresses of the pairs'
+# cosines and sines, float32 (pairs, 2, tokens), and of their channels, int32 (pairs, 2).
+KEY_PAIR, KEY_PAIR_B, KEY_PAIR_H, KEY_PAIR_MEAN, KEY_PAIR_MEAN_B, KEY_PAIR_MEAN_H = range(98, 104)
+KEY_TURNS, KEY_TURN_CHANNELS = range(104, 106)
+
+COUNT = 106

@@ -20,6 +20,7 @@ from hf_kvplus.codecs.affine import PER_CHANNEL, PER_TOKEN, AffineCodec
 from hf_kvplus.codecs.dual_scale import DualScaleCodec
 from hf_kvplus.codecs.identity import IdentityCodec
 from hf_kvplus.codecs.levels import UNIFORM
+from hf_kvplus.codecs.rotary_mean import RotaryMeanCodec, kernel_tables, without_means
 from hf_kvplus.layer import KVLayer
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -142,8 +143,9 @@ class Call:
         self.rows = self.queries * self.group
         channels = max(self.key_channels, self.value_channels)
         self.row_tile = 16 if channels > 128 else min(32, max(16, power_of_two(self.rows)))
-        curved = any(level_curve(codec)[1] for codec in layer.codecs.values())
-        self.warps = warps_for(layer.dtype, self.row_tile, channels, curved)
+        curved = any(level_curve(inner_codec(codec))[1] for codec in layer.codecs.values())
+        more = curved or isinstance(layer.codecs.get("keys"), RotaryMeanCodec)
+        self.warps = warps_for(layer.dtype, self.row_tile, channels, more)
         self.chunks = -(-self.rows // self.row_tile)
         self.sinks = layer.num_sink_tokens if len(layer.sinks) else 0
         self.first_block = max(0, visible - layer.first_stored) // layer.block_tokens if layer.packed_blocks else 0
@@ -208,13 +210,14 @@ class Call:
         self.module.attend_packed[(self.packed_shares, self.batch * self.kv_heads, self.chunks)](
             query, *query.stride()[:3],
             *packed_tensors(layer, "keys", self.padding), *packed_tensors(layer, "values", self.padding),
+            self.query, *self.query.stride()[:3], *mean_tensors(layer, self.padding),
             *self.mask_arguments(), self.padding, *self.found,
             self.scoring.scaling, self.scoring.softcap or 0.0,
             self.kv_heads, self.group, self.queries, self.sinks,
             self.blocks, self.first_block, self.visible, layer.first_stored, layer.packed_tokens,
             layer.cumulative_length, self.blocks_per_share, self.parts,
             **options, **operands, **self.common(single), **self._parts(forms),
-            ASSEMBLY=self.assembly,
+            KEY_MEANS=getattr(layer.codecs["keys"], "means", 0), ASSEMBLY=self.assembly,
         )  # fmt: skip
 
     def _parts(self, forms: dict[str, Any]) -> dict[str, int]:
@@ -274,7 +277,7 @@ class Call:
         return mask, mask.stride(0) if len(mask) > 1 else 0, mask.stride(2)
 
 
-def warps_for(dtype: torch.dtype, row_tile: int, channels: int, curved: bool = False) -> int:
+def warps_for(dtype: torch.dtype, row_tile: int, channels: int, more: bool = False) -> int:
     """Returns the warps with which nothing is spilled, as compiled for compute capability 8.0 and 9.0.
 
     Float32 states of more than 128 channels spill a few registers with any number.
@@ -283,9 +286,9 @@ def warps_for(dtype: torch.dtype, row_tile: int, channels: int, curved: bool = F
         dtype: Of states.
         row_tile: Query vectors of a program.
         channels: The most channels of keys and values.
-        curved: Whether levels of packed states come from a table.
+        more: Whether levels of packed states come from a table, or keys have turning means.
     """
-    small = row_tile == 16 and channels <= 128 and dtype != torch.float32 and not curved
+    small = row_tile == 16 and channels <= 128 and dtype != torch.float32 and not more
     return 4 if small else 8
 
 
@@ -307,6 +310,7 @@ def packed_form(codec: Codec, name: str, channels: int) -> dict[str, Any] | None
         channels: Channels per head.
     """
     form = {"kind": "states", "nbits": 16, "token_scale": False, "curved": False, "group": 1}
+    codec = without_means(codec) if name == "keys" else codec
     if isinstance(codec, IdentityCodec):
         return form
     axis = PER_CHANNEL if name == "keys" else PER_TOKEN
@@ -352,8 +356,18 @@ def packed_tensors(layer: KVLayer, name: str, absent: torch.Tensor) -> tuple[Any
     return *found, *level_curve(codec), store.capacity
 
 
+def mean_tensors(layer: KVLayer, absent: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Returns the turning means of packed keys: pairs, means, their cosines and sines, their channels."""
+    codec, store = layer.codecs["keys"], layer.packed["keys"]
+    if not isinstance(codec, RotaryMeanCodec):
+        return (absent,) * 4
+    channels, turns = kernel_tables(codec.turns, codec.block_tokens, layer.shapes["keys"][1], str(layer.device))
+    return store.get("rotary_pair"), store.get("rotary_mean"), turns, channels
+
+
 def rotation_of(codec: Codec | None, channels: int, device: torch.device) -> torch.Tensor | None:
     """Returns the rotation of packed states, if there is one."""
+    codec = without_means(codec)
     return codec.rotation(channels, device) if isinstance(codec, DualScaleCodec) else None
 
 

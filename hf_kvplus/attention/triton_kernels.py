@@ -88,6 +88,31 @@ def block_scores(
 
 
 @triton.jit
+def rotary_scores(
+    query, query_row, query_h, query_q, row, group, rows, pairs, means, turns, places, at, token, held,
+    MEANS: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, TOKENS_PAD: tl.constexpr,
+):  # fmt: skip
+    """Returns what queries find in one block's turning means, `(ROWS, TOKENS_PAD)`, tokens as in `token`.
+
+    The query is that of the model's own channels; `turns` holds cosines and sines, `(pairs, 2, TOKENS)`, and `places`
+    the channels of each pair.
+    """
+    scores = tl.zeros((ROWS, TOKENS_PAD), tl.float32)
+    line = query + query_row + (row % group) * query_h + (row // group) * query_q
+    for number in tl.static_range(MEANS):
+        pair = tl.load(pairs + at * MEANS + number).to(tl.int32)
+        x = tl.load(means + (at * MEANS + number) * 2).to(tl.float32)
+        y = tl.load(means + (at * MEANS + number) * 2 + 1).to(tl.float32)
+        one = tl.load(line + tl.load(places + 2 * pair), mask=row < rows, other=0.0).to(tl.float32)
+        two = tl.load(line + tl.load(places + 2 * pair + 1), mask=row < rows, other=0.0).to(tl.float32)
+        cosine = tl.load(turns + pair * (2 * TOKENS) + token, mask=held, other=0.0)
+        sine = tl.load(turns + pair * (2 * TOKENS) + TOKENS + token, mask=held, other=0.0)
+        along, across = one * x + two * y, two * x - one * y
+        scores += along[:, None] * cosine[None, :] + across[:, None] * sine[None, :]
+    return scores
+
+
+@triton.jit
 def block_output(
     weights, codes, first, second, mean, mean_scale, at, a, b, c, d,
     KIND: tl.constexpr, NBITS: tl.constexpr, HAS_TOKEN_SCALE: tl.constexpr, CURVED: tl.constexpr, GROUP: tl.constexpr,
@@ -138,13 +163,14 @@ def attend_packed(
     key_codes, key_first, key_second, key_mean, key_mean_scale, key_a, key_b, key_c, key_d, key_capacity,
     value_codes, value_first, value_second, value_mean, value_mean_scale, value_a, value_b, value_c, value_d,
     value_capacity,
+    whole, whole_b, whole_h, whole_q, key_pairs, key_means, key_turns, key_places,
     mask, mask_b, mask_q, padding,
     part_output, part_largest, part_sums,
     scaling, softcap,
     kv_heads, group, queries, sinks,
     blocks, first_block, visible, first_stored, packed_tokens, total, per_share, parts,
     KEY_KIND: tl.constexpr, KEY_NBITS: tl.constexpr, KEY_TOKEN_SCALE: tl.constexpr, KEY_CURVED: tl.constexpr,
-    KEY_GROUP: tl.constexpr, KEY_OPERAND: tl.constexpr,
+    KEY_GROUP: tl.constexpr, KEY_OPERAND: tl.constexpr, KEY_MEANS: tl.constexpr,
     VALUE_KIND: tl.constexpr, VALUE_NBITS: tl.constexpr, VALUE_TOKEN_SCALE: tl.constexpr, VALUE_CURVED: tl.constexpr,
     VALUE_GROUP: tl.constexpr, VALUE_OPERAND: tl.constexpr,
     HAS_MASK: tl.constexpr, HAS_SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, ASSEMBLY: tl.constexpr,
@@ -153,7 +179,10 @@ def attend_packed(
     VALUE_CHANNELS: tl.constexpr, VALUE_PART: tl.constexpr, VALUE_PART_PAD: tl.constexpr, VALUE_PAD: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Attends to a share of the packed blocks; the grid is (shares, batch * kv_heads, chunks of rows)."""
+    """Attends to a share of the packed blocks; the grid is (shares, batch * kv_heads, chunks of rows).
+
+    `whole` is the query before it was rotated, for turning means (see `rotary_scores`).
+    """
     share, pair, chunk = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     batch, head = pair // kv_heads, pair % kv_heads
     rows = queries * group
@@ -176,7 +205,13 @@ def attend_packed(
             numbers, limit, key_codes, key_first, key_second, key_mean, key_mean_scale, at, key_a, key_b, key_c, key_d,
             KEY_KIND, KEY_NBITS, KEY_TOKEN_SCALE, KEY_CURVED, KEY_GROUP, KEY_OPERAND, PRECISION, ASSEMBLY,
             TOKENS, TOKEN_PART, TOKEN_PART_PAD, TOKENS_PAD, KEY_CHANNELS, KEY_PAD,
-        ) * scaling  # fmt: skip
+        )  # fmt: skip
+        if KEY_MEANS > 0:
+            scores += rotary_scores(
+                whole, batch.to(tl.int64) * whole_b + head * group * whole_h, whole_h, whole_q, row, group, rows,
+                key_pairs, key_means, key_turns, key_places, at, token, held, KEY_MEANS, TOKENS, ROWS, TOKENS_PAD,
+            )  # fmt: skip
+        scores *= scaling
         if HAS_SOFTCAP:
             scores = cap(scores, softcap)
         columns = first_stored + block * TOKENS + token

@@ -15,6 +15,7 @@ from transformers import PretrainedConfig
 from hf_kvplus.caches import KVPlusCache, text_config
 from hf_kvplus.estimate import estimate_memory, states_dtype
 from hf_kvplus.fingerprint import config_fields
+from hf_kvplus.key_bias import layer_key_turns
 from hf_kvplus.layer_plan import LayerPlan
 from hf_kvplus.origin import describe_weights
 from hf_kvplus.plans.budget import Budget
@@ -235,9 +236,11 @@ def layer_sizes(config: PretrainedConfig, options: Sequence[Quantization], budge
     weights = [[part.shape[0] * part.shape[1] if part else 0 for part in pair] for pair in states]
     total = sum(map(sum, weights))
     sizes = torch.zeros(len(states), len(options), dtype=torch.float64)
+    turns = layer_key_turns(config)
     for index, option in enumerate(options):
-        codecs = replace(option, calibration=None).codecs()
         for layer, (pair, weight) in enumerate(zip(states, weights, strict=True)):
+            channels = pair[0].shape[1] if pair[0] else None
+            codecs = replace(option, calibration=None).codecs(layer, channels, turns[layer])
             for codec, part, elements in zip(codecs, pair, weight, strict=True):
                 sizes[layer, index] += codec.bits_per_element(part.shape[1]) * elements / total if part else 0.0
     return sizes
@@ -257,6 +260,7 @@ def _name(option: Quantization) -> str:
     """Returns the strategy string of an option."""
     name = f"k{option.key_nbits}v{option.value_nbits},group={option.group_size},recent={option.residual_length}"
     name += f",sinks={option.num_sink_tokens}"
+    name += f",means={option.rotary_means}" if option.rotary_means is not None else ""
     return name + (f",calibration={option.calibration}" if option.calibration else "")
 
 

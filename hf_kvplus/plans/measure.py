@@ -16,7 +16,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from hf_kvplus.codecs import Codec
 from hf_kvplus.codecs.identity import IdentityCodec
+from hf_kvplus.key_bias import layer_key_turns
 from hf_kvplus.layer import KVLayer
 from hf_kvplus.plans.onepass import AttentionCall, OnePass
 from hf_kvplus.recipes import Quantization
@@ -44,7 +46,8 @@ def layer_losses(
         `(layers, candidates, 2)` float64: nats a position for keys and for values alone; NaN for layers without
         attention.
     """
-    count = run.model.config.get_text_config(decoder=True).num_hidden_layers
+    config = run.model.config.get_text_config(decoder=True)
+    count, turns = config.num_hidden_layers, layer_key_turns(config)
     losses = torch.full((count, len(candidates), 2), torch.nan, dtype=torch.float64)
     for number, token_ids in enumerate(windows):
         calls, gradients = _curvature(run, token_ids, seed=number)
@@ -53,19 +56,21 @@ def layer_losses(
                 plain = call.plain()
             for index, candidate in enumerate(candidates):
                 for part, name in enumerate(PARTS):
-                    change = _change(call, candidate, layer, name, run.chunk_tokens) - plain
+                    codecs = candidate.codecs(layer, call.key.shape[-1], turns[layer])
+                    change = _change(call, candidate, codecs, name, run.chunk_tokens) - plain
                     loss = _loss(change, gradients[layer])
                     losses[layer, index, part] = loss / len(windows) + losses[layer, index, part].nan_to_num(0.0)
             advance()
     return losses
 
 
-def _change(call: AttentionCall, candidate: Quantization, layer: int, part: str, chunk_tokens: int) -> torch.Tensor:
+def _change(
+    call: AttentionCall, candidate: Quantization, codecs: Sequence[Codec], part: str, chunk_tokens: int
+) -> torch.Tensor:
     """Returns a layer's output with keys or values quantized, `(1, tokens, heads, head_dim)`."""
-    codecs = dict(zip(PARTS, candidate.codecs(layer, call.key.shape[-1]), strict=True))
     unpacked = IdentityCodec(block_tokens=candidate.block_tokens)
     held = KVLayer(
-        *(codecs[name] if name == part else unpacked for name in PARTS),
+        *(codec if name == part else unpacked for name, codec in zip(PARTS, codecs, strict=True)),
         residual_length=candidate.residual_length,
         num_sink_tokens=candidate.num_sink_tokens,
     )

@@ -8,7 +8,7 @@ from hf_kvplus.recipes import SUPPORTED_NBITS, Quantization
 from hf_kvplus.strategies.base import Options, composable
 from hf_kvplus.strategies.grammar import Part
 
-OPTIONS = ("group", "recent", "sinks", "recipe", "calibration")
+OPTIONS = ("group", "recent", "sinks", "recipe", "calibration", "means")
 WIDTHS = "|".join(str(nbits) for nbits in SUPPORTED_NBITS)
 
 
@@ -25,6 +25,7 @@ def quantization(part: Part, key_nbits: int, value_nbits: int) -> Options:
             num_sink_tokens=part.integer("sinks"),
             recipe=part.options.get("recipe", "auto"),
             calibration=part.options.get("calibration"),
+            rotary_means=part.integer("means"),
         )
     }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from layers import make_layer, padding_mask
+from layers import make_layer, make_turns, padding_mask
 from torch.nn.functional import scaled_dot_product_attention
 
 from hf_kvplus import threads
@@ -68,6 +68,26 @@ def test_any_width(kernel, recipe, nbits):
 @pytest.mark.parametrize("group_size", [16, 32, 128])
 def test_any_group(kernel, group_size):
     check(kernel, make_layer(1000, recipe="affine", group_size=group_size, head_dim=128), torch.randn(1, 4, 1, 128))
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"key_nbits": 2, "value_nbits": 2},
+        {"key_nbits": 8, "value_nbits": 8},
+        {"rotary_means": 3},
+        {"recipe": "affine"},
+        {"recipe": "affine", "rotary_means": 1},
+    ],
+    ids=str,
+)
+def test_turning_means(kernel, options, head_dim):
+    for interleaved, length in ((False, 111), (True, 111), (False, 1000)):
+        turns = make_turns(head_dim, interleaved=interleaved)
+        layer = make_layer(length, head_dim=head_dim, padding=(0, 40), key_turns=turns, **options)
+        check(kernel, layer, torch.randn(2, 6, 2, head_dim), mask=padding_mask(layer, 2))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)

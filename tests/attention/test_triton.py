@@ -40,7 +40,9 @@ def test_kernels_agree_with_the_reference_in_the_interpreter():
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
 
 
-def packed_constants(*, nbits=4, kind="dual", head_dim=128, tokens=48, rows=16, dtype=torch.bfloat16, masked=False):
+def packed_constants(
+    *, nbits=4, kind="dual", head_dim=128, tokens=48, rows=16, dtype=torch.bfloat16, masked=False, means=0
+):
     """Returns the constants of `attend_packed` for keys and values of one codec."""
     part, part_pad, tokens_pad = parts_of(tokens, nbits)
     value_part, value_part_pad, value_pad = parts_of(head_dim, nbits)
@@ -59,7 +61,7 @@ def packed_constants(*, nbits=4, kind="dual", head_dim=128, tokens=48, rows=16, 
         "TOKENS": tokens, "TOKEN_PART": part, "TOKEN_PART_PAD": part_pad, "TOKENS_PAD": tokens_pad,
         "KEY_CHANNELS": head_dim, "KEY_PAD": power_of_two(head_dim),
         "VALUE_CHANNELS": head_dim, "VALUE_PART": value_part, "VALUE_PART_PAD": value_part_pad, "VALUE_PAD": value_pad,
-        "ROWS": rows,
+        "ROWS": rows, "KEY_MEANS": means,
     }  # fmt: skip
 
 
@@ -71,6 +73,8 @@ FORMS = {
     "int8": {"nbits": 8, "tokens": 64},
     "int3": {"nbits": 3},
     "int2": {"nbits": 2, "head_dim": 80},
+    "int4-means": {"means": 8},
+    "int2-means": {"nbits": 2, "means": 8},
     "affine": {"kind": "affine", "tokens": 64},
     "float32": {"dtype": torch.float32},
 }
@@ -78,15 +82,18 @@ FORMS = {
 
 @pytest.mark.parametrize(
     ("architecture", "form"),
-    [*((80, form) for form in FORMS), *((90, form) for form in ("int4", "int8", "int3", "int2"))],
+    [*((80, form) for form in FORMS), *((90, form) for form in ("int4", "int8", "int3", "int2", "int4-means"))],
 )
 def test_packed_attention_compiles_and_spills_no_register(form, architecture, tmp_path, capsys):
     options = FORMS[form]
     constants = packed_constants(**options)
     scales = "*fp16" if options.get("kind") == "affine" else "*u8"
     dtypes = dict.fromkeys(("key_first", "key_second", "value_first", "value_second"), scales)
+    dtypes |= {"key_pairs": "*u8", "key_means": "*fp16", "key_turns": "*fp32", "key_places": "*i32"}
+    dtypes["whole"] = "*fp32" if options.get("dtype") == torch.float32 else "*bf16"
     head_dim, rows = options.get("head_dim", 128), options.get("rows", 16)
-    warps = warps_for(options.get("dtype", torch.bfloat16), rows, head_dim, constants["KEY_CURVED"])
+    more = constants["KEY_CURVED"] or constants["KEY_MEANS"] > 0
+    warps = warps_for(options.get("dtype", torch.bfloat16), rows, head_dim, more)
     compiled = compile_kernel(
         triton_kernels.attend_packed, constants, dtypes, architecture, num_warps=warps, num_stages=Launch().stages
     )

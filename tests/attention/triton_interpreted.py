@@ -11,7 +11,7 @@ from functools import partial
 
 import pytest
 import torch
-from layers import make_layer, padding_mask
+from layers import make_layer, make_turns, padding_mask
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -91,6 +91,23 @@ def test_any_width(kernel, recipe, nbits):
 def test_any_group(kernel, recipe, group_size):
     layer = make_layer(330, kv_heads=1, recipe=recipe, group_size=group_size, head_dim=128)
     check(kernel, layer, torch.randn(1, 4, 1, 128))
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "options"),
+    [
+        (64, {}),
+        (96, {}),
+        (128, {"key_nbits": 2, "value_nbits": 2}),
+        (64, {"key_nbits": 8, "value_nbits": 8, "rotary_means": 3}),
+        (64, {"recipe": "affine"}),
+    ],
+    ids=str,
+)
+def test_turning_means(kernel, head_dim, options):
+    turns = make_turns(head_dim)
+    layer = make_layer(170, head_dim=head_dim, padding=(0, 40), key_turns=turns, bias={0: 4.0, 5: -9.0}, **options)
+    check(kernel, layer, torch.randn(2, 6, 2, head_dim), mask=padding_mask(layer, 2))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
