@@ -16,7 +16,8 @@ import torch
 from transformers import PretrainedConfig
 
 from hf_kvplus.codecs import Codec
-from hf_kvplus.codecs.rotary_mean import ChannelTurns, RotaryMeanCodec
+from hf_kvplus.codecs.rotary_mean import RotaryMeanCodec
+from hf_kvplus.codecs.turns import ChannelTurns
 from hf_kvplus.compat import layer_types_and_options
 from hf_kvplus.positions import rotated_layers
 from hf_kvplus.rope import FULL, channel_turns, modeling_module
@@ -25,8 +26,8 @@ from hf_kvplus.rope import FULL, channel_turns, modeling_module
 KEY_PROJECTIONS = frozenset({"k_proj", "key", "key_proj", "query_key_value", "qkv_proj", "qkv", "Wqkv", "c_attn"})
 # Not of text decoders, or not of what they have said so far.
 OTHER_ATTENTION = ("Vision", "Audio", "Encoder", "Cross")
-# Channels of a head for one pair whose mean is stored: 4 of 32 pairs at a head size of 64.
-CHANNELS_PER_MEAN = 16
+# Channels of a head for one pair whose mean is stored, with biases and without: 4 or 2 of 32 pairs at 64 channels.
+CHANNELS_PER_MEAN, CHANNELS_PER_MEAN_UNBIASED = 16, 32
 
 
 @dataclass(frozen=True)
@@ -43,27 +44,34 @@ class KeyTurns:
     biased: bool = False
     reason: str = "no configuration was given"
 
-    def default_means(self, head_dim: int) -> int:
-        """Returns how many means a block stores per head where nothing else was said."""
-        return max(1, head_dim // CHANNELS_PER_MEAN) if self.biased else 0
+    def default_means(self, head_dim: int, narrow: bool = False) -> int:
+        """Returns how many means a block stores per head where nothing else was said.
 
-    def wrap(self, codec: Codec, means: int | None, head_dim: int) -> Codec:
-        """Returns a codec of keys that takes means out before `codec` sees them, or `codec` where none are.
+        Args:
+            head_dim: Channels per head.
+            narrow: Whether a few are worth their bits even without biases.
+        """
+        if self.turns is None or not self.turns.inv_freq:
+            return 0
+        if self.biased:
+            return max(1, head_dim // CHANNELS_PER_MEAN)
+        return max(1, head_dim // CHANNELS_PER_MEAN_UNBIASED) if narrow else 0
+
+    def wrap(self, codec: Codec, means: int) -> Codec:
+        """Returns a codec of keys that takes means out before `codec` sees them, or `codec` for none.
 
         Args:
             codec: The codec.
-            means: Pairs of channels per head; `None` takes the default.
-            head_dim: Channels per head.
+            means: Pairs of channels per head.
 
         Raises:
-            ValueError: If means were asked for and it isn't known how channels turn.
+            ValueError: If it isn't known how channels turn.
         """
-        count = self.default_means(head_dim) if means is None else means
-        if not count or codec.lossless:
+        if not means:
             return codec
         if self.turns is None:
             raise ValueError(f"`rotary_means`={means} can't be had: {self.reason}; leave it out")
-        return RotaryMeanCodec(codec, self.turns, count)
+        return RotaryMeanCodec(codec, self.turns, means)
 
 
 def layer_key_turns(config: PretrainedConfig) -> list[KeyTurns]:

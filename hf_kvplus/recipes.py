@@ -28,7 +28,7 @@ DEFAULT_GROUP_SIZE = 64
 # The shorter a block, the narrower its channels' ranges; 48 tokens are what 4.5 stored bits have room for at 4 bits.
 DUAL_SCALE_BLOCK_TOKENS = 48
 # Heads above this size lose less at 2 bits with equal steps and several ranges tried, those up to it with one range
-# and Gaussian levels; measured at 256 and at 64 channels.
+# and Gaussian levels, and at 2 and 3 bits with turning means taken out; measured at 256 and at 64 channels.
 SMALL_HEAD_DIM = 64
 # Tokens at full precision, recent ones and sinks; with keys and values of 2 bits they matter most.
 FULL_PRECISION, FULL_PRECISION_AT_2_BITS = (64, 4), (128, 8)
@@ -97,7 +97,8 @@ class Quantization:
             `"dual_scale"` are then encoded with it, see `hf_kvplus.codecs.metric`.
         rotary_means: Pairs of channels per head whose mean is taken out of every block of keys, turned along RoPE, and
             added back when they are read; see `hf_kvplus.codecs.rotary_mean`. `None` takes one for 16 channels where
-            the model's keys have a bias that RoPE turns, none elsewhere.
+            the model's keys have a bias that RoPE turns, one for 32 in keys of 2 and 3 bits where heads have at most
+            64 channels, and none elsewhere.
 
     Raises:
         ValueError: If an option is out of range; the message says what to use.
@@ -172,7 +173,10 @@ class Quantization:
             keys, _ = build(self.key_nbits, self.group_size, self.block_tokens, head_dim)
             if self.calibration is not None:
                 keys = replace(keys, metric=KeyMetric(self.calibration, layer))
-            keys = (key_turns or KeyTurns()).wrap(keys, self.rotary_means, head_dim or SMALL_HEAD_DIM)
+            known, channels = key_turns or KeyTurns(), head_dim or SMALL_HEAD_DIM
+            narrow = self.recipe_name == AUTO_RECIPE and self.key_nbits <= 3 and channels <= SMALL_HEAD_DIM
+            means = known.default_means(channels, narrow) if self.rotary_means is None else self.rotary_means
+            keys = known.wrap(keys, means)
         if self.value_nbits < 16:
             _, values = build(self.value_nbits, self.group_size, self.block_tokens, head_dim)
         return keys, values

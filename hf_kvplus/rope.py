@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
-from hf_kvplus.codecs.rotary_mean import ChannelTurns
+from hf_kvplus.codecs.turns import ChannelTurns
 
 FULL = "full_attention"
 CHANGING = ("dynamic", "longrope")

@@ -28,7 +28,8 @@ from hf_kvplus.codecs.dual_scale import DualScaleCodec
 from hf_kvplus.codecs.identity import IdentityCodec
 from hf_kvplus.codecs.latent import LatentCodec
 from hf_kvplus.codecs.levels import UNIFORM
-from hf_kvplus.codecs.rotary_mean import RotaryMeanCodec, kernel_tables
+from hf_kvplus.codecs.rotary_mean import RotaryMeanCodec
+from hf_kvplus.codecs.turns import kernel_tables
 from hf_kvplus.layer import KVLayer
 from hf_kvplus.threads import find_runner
 

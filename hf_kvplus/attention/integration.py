@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 import re
 import sys
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import TracebackType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -27,6 +27,7 @@ from hf_kvplus.attention.dense import dense_attention
 from hf_kvplus.attention.reference import ReferenceKernel
 from hf_kvplus.checks import require_choice
 from hf_kvplus.codecs import Codec
+from hf_kvplus.codecs.rotary_mean import without_means
 from hf_kvplus.handover import Encode, handover
 from hf_kvplus.layer import KVLayer
 from hf_kvplus.window_layer import SinkWindowLayer
@@ -138,10 +139,10 @@ class KernelReader:
 
     def encoder(self, codec: Codec, channels: int, device: torch.device) -> Encode | None:
         """Returns what encodes blocks in the place of `codec`, if the kernel brings something that can."""
-        found = getattr(self.kernel, "encoder", None)
-        if found is None or found.refuses(codec, channels, device):
+        found, inner = getattr(self.kernel, "encoder", None), without_means(codec)
+        if found is None or found.refuses(inner, channels, device):
             return None
-        return found.bind(codec)
+        return found.bind(inner) if inner is codec else partial(codec.encode, encode_rest=found.bind(inner))
 
     @property
     def mover(self) -> Any:

@@ -20,7 +20,8 @@ from hf_kvplus.codecs.affine import PER_CHANNEL, PER_TOKEN, AffineCodec
 from hf_kvplus.codecs.dual_scale import DualScaleCodec
 from hf_kvplus.codecs.identity import IdentityCodec
 from hf_kvplus.codecs.levels import UNIFORM
-from hf_kvplus.codecs.rotary_mean import RotaryMeanCodec, kernel_tables, without_means
+from hf_kvplus.codecs.rotary_mean import RotaryMeanCodec, without_means
+from hf_kvplus.codecs.turns import kernel_tables
 from hf_kvplus.layer import KVLayer
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

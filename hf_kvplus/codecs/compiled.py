@@ -18,10 +18,12 @@ from hf_kvplus.codecs.base import PER_CHANNEL, Packed
 from hf_kvplus.codecs.levels import UNIFORM
 from hf_kvplus.codecs.log_scale import CHANNEL_STEPS, TOKEN_STEPS, from_log_scale
 from hf_kvplus.codecs.rotation import hadamard, hadamard_order
+from hf_kvplus.codecs.turns import kernel_tables
 from hf_kvplus.threads import find_runner
 
 if TYPE_CHECKING:
     from hf_kvplus.codecs.dual_scale import DualScaleCodec
+    from hf_kvplus.codecs.rotary_mean import RotaryMeanCodec
 
 TASKS_PER_THREAD = 8
 
@@ -55,17 +57,20 @@ class Decoder:
             and codec.block_tokens <= self.kernel.MOST_TOKENS
         )
 
-    def decode(self, codec: DualScaleCodec, packed: Packed, out: torch.Tensor) -> None:
+    def decode(
+        self, codec: DualScaleCodec, packed: Packed, out: torch.Tensor, means: RotaryMeanCodec | None = None
+    ) -> None:
         """Decodes blocks; see `Codec.decode`.
 
         Args:
             codec: The codec.
             packed: Its payload.
             out: `(batch, kv_heads, blocks, block_tokens, head_dim)`, written in place.
+            means: The codec of turning means that are to be added, if the payload has any.
         """
         if out.dtype != torch.float32 or out.stride(-1) != 1:
             values = torch.empty(out.shape)
-            self.decode(codec, packed, values)
+            self.decode(codec, packed, values, means)
             limit = torch.finfo(out.dtype).max
             out.copy_(values.clamp_(-limit, limit))
             return
@@ -93,6 +98,11 @@ class Decoder:
         a[k.TOKEN_SCALE] = 0
         if codec.iterations:
             held[k.TOKEN_SCALE] = _dense_lines(packed["token_scale"])
+        a[k.MEANS] = 0 if means is None else means.means
+        if means is not None:
+            places, turns = kernel_tables(means.turns, tokens, channels, "cpu")
+            a[k.TURN_CHANNELS], a[k.TURNS] = places.data_ptr(), turns.data_ptr()
+            held[k.PAIR], held[k.PAIR_MEAN] = _dense_lines(packed["rotary_pair"]), packed["rotary_mean"].float()
         for slot, tensor in held.items():
             strides = [stride * tensor.element_size() for stride in tensor.stride()]
             a[slot : slot + 4] = [tensor.data_ptr(), *strides[:3]]

@@ -5,10 +5,11 @@ the token t places behind the first of its block holds `R(w t) m` beside its own
 that is an offset, which any codec with zero points stores once. Where it turns fast it is none, and a bias a hundred
 times above the rest takes all levels for itself, in every channel that a rotation mixes it into.
 
-So the mean of a block's keys, turned back along RoPE, is stored for the pairs where it is largest, and what is taken
-out is just what will be added back: nothing is approximated, whatever the mean is.
+So the mean of a block's keys, turned back along RoPE, is stored for the pairs where it is longest, and what is taken
+out is just what will be added back: nothing is approximated, whatever the mean is. A mean that isn't far above the
+deviation of a typical pair stays in: codecs that scale tokens do better with a mean that grows with its token.
 
-    mean[pair] = mean over t of R(-w t) key[t, pair]         kept for the pairs where it is longest
+    mean[pair] = mean over t of R(-w t) key[t, pair]         kept for the pairs where it is longest, if that is far
     stored     = key - R(w t) mean                           by the inner codec
     scores     q key = q stored + cos(w t) (q . mean) + sin(w t) (q x mean)
 
@@ -22,43 +23,26 @@ only means are turned back, so keys are read as they are stored.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 
 from hf_kvplus.checks import require_at_least
 from hf_kvplus.codecs.affine import HALF_MAX
 from hf_kvplus.codecs.base import Codec, Packed
+from hf_kvplus.codecs.compiled import find_decoder
+from hf_kvplus.codecs.compiled_means import find_mean_taker
+from hf_kvplus.codecs.dual_scale import DualScaleCodec
+from hf_kvplus.codecs.turns import ChannelTurns, turn_tables
 
 # Of a stored mean: two half-precision numbers and the number of its pair.
 MEAN_BYTES = 5
+# Times the deviation of the median pair that a mean must have to be taken out.
+FAR = 10.0
 # Pairs have numbers of one byte.
 MOST_CHANNELS = 512
 FIELDS = ("rotary_pair", "rotary_mean")
-
-
-@dataclass(frozen=True)
-class ChannelTurns:
-    """How RoPE turns the channels of a head.
-
-    Args:
-        inv_freq: Radians per token of each pair of channels that turns; further channels carry no position.
-        interleaved: Whether channels 2i and 2i + 1 form a pair, rather than i and i + pairs.
-    """
-
-    inv_freq: tuple[float, ...] = ()
-    interleaved: bool = False
-
-    def pairs(self, head_dim: int) -> tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...]]:
-        """Returns the first and the second channel of every pair, and its radians per token."""
-        turning, still = len(self.inv_freq), head_dim // 2 - len(self.inv_freq)
-        step = 2 if self.interleaved else 1
-        first = [step * pair for pair in range(turning)]
-        second = [channel + (1 if self.interleaved else turning) for channel in first]
-        first += range(2 * turning, 2 * turning + still)
-        second += range(2 * turning + still, 2 * turning + 2 * still)
-        return tuple(first), tuple(second), self.inv_freq + (0.0,) * still
 
 
 @dataclass(frozen=True, init=False, kw_only=True)
@@ -86,26 +70,56 @@ class RotaryMeanCodec(Codec):
         object.__setattr__(self, "turns", turns)
         object.__setattr__(self, "means", means)
 
-    def encode(self, states: torch.Tensor, valid: torch.Tensor | None = None) -> Packed:
-        """Takes means out and encodes the rest; see `Codec.encode`."""
+    def encode(
+        self,
+        states: torch.Tensor,
+        valid: torch.Tensor | None = None,
+        encode_rest: Callable[..., Packed] | None = None,
+    ) -> Packed:
+        """Takes means out and encodes the rest; see `Codec.encode`.
+
+        Args:
+            states: `(batch, kv_heads, blocks, block_tokens, head_dim)`.
+            valid: `(batch, blocks, block_tokens)` bool, the tokens that count.
+            encode_rest: What encodes in the place of `inner.encode`.
+        """
+        count: torch.Tensor | int = self.block_tokens
+        if valid is not None:
+            states = states.masked_fill(~valid[:, None, :, :, None], 0.0)
+            count = valid.sum(-1)[:, None, :, None, None].clamp_min(1)
+        taker = find_mean_taker() if states.device.type == "cpu" and states.numel() else None
+        rest, sums = taker.sums(states, self.turns) if taker else self._sums(states)
+        along, across, square = (sums / count).unbind(-2)  # (b, h, n, pairs)
+        length = along.square() + across.square()
+        deviation = (square - length).clamp_min(0).median(-1, keepdim=True).values / 2
+        longest, pairs = length.topk(self.means)  # (b, h, n, means)
+        means = torch.stack([along, across], dim=-1).gather(-2, pairs[..., None].expand(*pairs.shape, 2))
+        means = (means * (longest > FAR**2 * deviation)[..., None]).half()
+        ours = {"rotary_pair": pairs.to(torch.uint8), "rotary_mean": means}
+        if taker:
+            taker.take_out(rest, self.turns, *(ours[name] for name in FIELDS))
+        else:
+            self._add(ours, rest, -1)
+        return {**(encode_rest or self.inner.encode)(rest, valid), **ours}
+
+    def _sums(self, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Does what `MeanTaker.sums` does with PyTorch's operators, on any device."""
         first, second, cos, sin = turn_tables(self.turns, self.block_tokens, states.shape[-1], str(states.device))
         rest = states.float().clamp(-HALF_MAX, HALF_MAX).nan_to_num(0.0)
         x, y = rest[..., first], rest[..., second]  # (b, h, n, tokens, pairs)
-        back = x * cos + y * sin, y * cos - x * sin
-        if valid is None:
-            found = torch.stack([turned.mean(-2) for turned in back], dim=-1)  # (b, h, n, pairs, 2)
-        else:
-            weight = valid[:, None, :, :, None].to(rest.dtype)
-            count = weight.sum(-2).clamp_min(1)
-            found = torch.stack([(turned * weight).sum(-2) / count for turned in back], dim=-1)
-        pairs = found.square().sum(-1).topk(self.means).indices.sort(-1).values  # (b, h, n, means)
-        means = found.gather(-2, pairs[..., None].expand(*pairs.shape, 2)).half()
-        ours = {"rotary_pair": pairs.to(torch.uint8), "rotary_mean": means}
-        self._add(ours, rest, -1)
-        return {**self.inner.encode(rest, valid), **ours}
+        turned_back = (x * cos + y * sin, y * cos - x * sin, x.square() + y.square())
+        return rest, torch.stack([turned.sum(-2) for turned in turned_back], dim=-2)
 
     def decode(self, packed: Packed, head_dim: int, out: torch.Tensor) -> None:
         """Decodes the rest and adds the means; see `Codec.decode`."""
+        decoder = find_decoder() if out.device.type == "cpu" and out.numel() else None
+        if decoder and isinstance(self.inner, DualScaleCodec) and decoder.fits(self.inner, head_dim):
+            decoder.decode(self.inner, packed, out, self)
+        else:
+            self.decode_by_operators(packed, head_dim, out)
+
+    def decode_by_operators(self, packed: Packed, head_dim: int, out: torch.Tensor) -> None:
+        """Decodes the rest, and adds the means with PyTorch's operators, on any device."""
         values = out if out.dtype == torch.float32 else torch.empty(out.shape, device=out.device)
         self.inner.decode({name: part for name, part in packed.items() if name not in FIELDS}, head_dim, values)
         self._add(packed, values, 1)
@@ -145,22 +159,3 @@ class RotaryMeanCodec(Codec):
 def without_means(codec: Codec) -> Codec:
     """Returns the codec of what is left when turning means are taken out, or `codec` itself."""
     return codec.inner if isinstance(codec, RotaryMeanCodec) else codec
-
-
-@lru_cache(maxsize=64)
-def kernel_tables(turns: ChannelTurns, tokens: int, head_dim: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the pairs' channels, `(pairs, 2)` int32, and their cosines and sines, `(pairs, 2, tokens)` float32."""
-    first, second, cos, sin = turn_tables(turns, tokens, head_dim, device)
-    return torch.stack([first, second], dim=1).int(), torch.stack([cos.T, sin.T], dim=1).contiguous()
-
-
-@lru_cache(maxsize=64)
-def turn_tables(
-    turns: ChannelTurns, tokens: int, head_dim: int, device: str
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns the pairs' first and second channels, `(pairs,)`, and their cosines and sines, `(tokens, pairs)`."""
-    first, second, inv_freq = turns.pairs(head_dim)
-    angles = torch.arange(tokens, dtype=torch.float64)[:, None] * torch.tensor(inv_freq, dtype=torch.float64)
-    tables = (torch.tensor(first), torch.tensor(second), angles.cos().float(), angles.sin().float())
-    first_at, second_at, cos, sin = (table.to(device) for table in tables)
-    return first_at, second_at, cos, sin

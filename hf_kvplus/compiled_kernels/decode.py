@@ -5,7 +5,7 @@ unpacked into bytes, a token's channels side by side, and each token then passes
 back by 16 channels at a time (the Hadamard matrix of 16, from memory), then by butterflies between vectors. That takes
 16 + log2(channels / 16) operations for each state where a product with the matrix takes `channels`.
 
-    codes -> bytes (tokens, channels) -> scaled -> rotated back -> out (tokens, channels)
+    codes -> bytes (tokens, channels) -> scaled -> rotated back (-> plus turning means) -> out (tokens, channels)
 
 Imported only where Numba is installed.
 """
@@ -61,7 +61,20 @@ OUT_H = 36
 OUT_N = 37
 OUT_T = 38
 MATRIX = 39
-COUNT = 40
+# Turning means to be added: how many a block has (0 for none), their pairs, the means (float32), the pairs' cosines
+# and sines, float32 (pairs, 2, tokens), and channels, int32 (pairs, 2).
+MEANS = 40
+PAIR = 41
+PAIR_B = 42
+PAIR_H = 43
+PAIR_N = 44
+PAIR_MEAN = 45
+PAIR_MEAN_B = 46
+PAIR_MEAN_H = 47
+PAIR_MEAN_N = 48
+TURNS = 49
+TURN_CHANNELS = 50
+COUNT = 51
 
 MOST_TOKENS = 128
 MOST_CHANNELS = 256
@@ -85,6 +98,7 @@ def address_type(name: str, number: types.Type) -> Any:
 as_bytes = address_type("as_bytes", types.uint8)
 as_signed_bytes = address_type("as_signed_bytes", types.int8)
 as_floats = address_type("as_floats", types.float32)
+as_integers = address_type("as_integers", types.int32)
 
 
 @intrinsic(prefer_literal=True)
@@ -226,6 +240,25 @@ def look_up(
         out[j] = (levels[codes[j]] * steps[j] + means[j]) * factor
 
 
+@njit(error_model="numpy")
+def add_turning_means(
+    pairs_at: int, means_at: int, turns_at: int, channels_at: int, count: int, tokens: int, out_at: int, stride: int
+) -> None:
+    """Adds the turning means of a block to its tokens, `stride` bytes apart; see `hf_kvplus.codecs.rotary_mean`."""
+    pairs, channels = as_bytes(pairs_at), as_integers(channels_at)
+    means, turns = as_floats(means_at), as_floats(turns_at)
+    for number in range(count):
+        pair, x, y = np.int64(pairs[number]), means[2 * number], means[2 * number + 1]
+        if x == 0 and y == 0:
+            continue
+        first, second, turn = channels[2 * pair], channels[2 * pair + 1], 2 * tokens * pair
+        for token in range(tokens):
+            out = as_floats(out_at + token * stride)
+            cosine, sine = turns[turn + token], turns[turn + tokens + token]
+            out[first] += x * cosine - y * sine
+            out[second] += y * cosine + x * sine
+
+
 @cfunc(types.void(types.CPointer(types.int64)), cache=True, error_model="numpy")
 def decode_blocks(a: Any) -> None:
     """Decodes blocks; `a` holds the arguments named above."""
@@ -285,3 +318,9 @@ def decode_blocks(a: Any) -> None:
                             for c in range(base, base + half, 16):
                                 add_and_subtract_16(target + 4 * c, target + 4 * (c + half))
                         half *= 2
+            if a[MEANS]:
+                add_turning_means(
+                    a[PAIR] + batch * a[PAIR_B] + head * a[PAIR_H] + block * a[PAIR_N],
+                    a[PAIR_MEAN] + batch * a[PAIR_MEAN_B] + head * a[PAIR_MEAN_H] + block * a[PAIR_MEAN_N],
+                    a[TURNS], a[TURN_CHANNELS], a[MEANS], tokens, out_at, a[OUT_T],
+                )  # fmt: skip

@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 import torch
 
-from hf_kvplus.codecs.rotary_mean import ChannelTurns, turn_tables
+from hf_kvplus.codecs.turns import ChannelTurns, turn_tables
 from hf_kvplus.key_bias import KeyTurns
 from hf_kvplus.layer import KVLayer
 from hf_kvplus.recipes import Quantization

@@ -11,7 +11,7 @@ from functools import partial
 
 import pytest
 import torch
-from layers import make_layer, make_turns, padding_mask
+from layers import make_layer, make_turns, padding_mask, plant_bias
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -248,6 +248,18 @@ def test_padding_and_sinks_have_no_influence_on_encoding(kernel):
         expected = codec.encode(states.nan_to_num(7.0), valid)
         for name in ("channel_scale", "mean", "mean_scale", "token_scale"):
             assert torch.equal(found[name], expected[name])
+
+
+def test_keys_without_their_turning_means_are_encoded_as_by_the_codec(kernel):
+    codec, _ = Quantization().codecs(0, 64, make_turns())
+    states = plant_bias(torch.randn(2, 1, 2, 48, 64), make_turns().turns, {3: 50.0})
+    reader = types.SimpleNamespace(kernel=kernel)
+    encode = integration.KernelReader.encoder(reader, codec, 64, torch.device("cpu"))
+    found, expected = encode(states), codec.encode(states)
+    assert encode.keywords["encode_rest"].codec is codec.inner
+    assert expected["rotary_mean"].any()
+    for name in expected:
+        assert (found[name] != expected[name]).float().mean() <= 0.02
 
 
 @pytest.mark.parametrize("states", [torch.zeros(1, 1, 1, 48, 64), torch.full((1, 1, 1, 48, 64), 3.0)], ids=["0", "3"])
