@@ -22,7 +22,7 @@ STATES, STATES_B, STATES_H, STATES_N, STATES_T = range(9, 14)
 # Without gaps, all with (batch, heads, blocks) in front: the copy (tokens, channels), sums (3, pairs), numbers of the
 # chosen pairs, bytes (means), and what is added to those, float32 (means, 2).
 REST, SUMS, CHOSEN, ADDED = range(14, 18)
-# Channels of each pair, int32 (pairs, 2); cosines and sines, float32 (tokens, pairs) and, for both, (pairs, 2, tokens).
+# Channels of each pair, int32 (pairs, 2); cosines and sines, float32 (tokens, pairs), and both, (pairs, 2, tokens).
 TURN_CHANNELS, COSINES, SINES, TURNS = range(18, 22)
 COUNT = 22
 
