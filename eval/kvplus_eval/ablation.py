@@ -24,6 +24,7 @@ from rich.progress import Progress
 from hf_kvplus.caches import KVPlusCache
 from hf_kvplus.codecs.dual_scale import DualScaleCodec
 from hf_kvplus.codecs.levels import LLOYD_MAX, UNIFORM
+from hf_kvplus.codecs.rotary_mean import RotaryMeanCodec, without_means
 from hf_kvplus.layer import KVLayer
 from hf_kvplus.loading import load_model
 from hf_kvplus.plans.onepass import OnePass, Reference
@@ -77,6 +78,8 @@ VARIANTS = (
     Variant("no token scales", {}, lambda codec: {"iterations": 0, "correct_tokens": False}, NARROW),
     Variant("no correction of token scales", {}, lambda codec: {"correct_tokens": False}, NARROW),
     Variant("no offsets of channels", {}, _same, kind=WithoutOffsets),
+    Variant("no turning means", {"rotary_means": 0}, _same, (3, 2)),
+    Variant("two turning means", {"rotary_means": 2}, _same, (8, 4)),
     Variant("one clip", {}, lambda codec: {"clips": 1}, (3,)),
     Variant("three clips", {}, lambda codec: {"clips": 3}, (4, 2)),
     Variant("no least squares", {}, lambda codec: {"clips": 1, "refinements": 0}, NARROW),
@@ -110,12 +113,15 @@ def variant_cache(config: Any, nbits: int, variant: Variant, calibration: str | 
     for layer in cache.layers:
         if isinstance(layer, KVLayer):
             for name, codec in layer.codecs.items():
-                if isinstance(codec, DualScaleCodec):
-                    changed = variant.codec(codec)
+                inner = without_means(codec)
+                if isinstance(inner, DualScaleCodec):
+                    changed = variant.codec(inner)
                     if name == "values":
                         changed.pop("correct_tokens", None)
-                    options = {field.name: getattr(codec, field.name) for field in fields(codec)}
-                    layer.codecs[name] = variant.kind(**{**options, **changed})
+                    options = {field.name: getattr(inner, field.name) for field in fields(inner)}
+                    inner = variant.kind(**{**options, **changed})
+                    wrapped = isinstance(codec, RotaryMeanCodec)
+                    layer.codecs[name] = RotaryMeanCodec(inner, codec.turns, codec.means) if wrapped else inner
     return cache
 
 
