@@ -30,6 +30,8 @@ DUAL_SCALE_BLOCK_TOKENS = 48
 # Heads above this size lose less at 2 bits with equal steps and several ranges tried, those up to it with one range
 # and Gaussian levels, and at 2 and 3 bits with turning means taken out; measured at 256 and at 64 channels.
 SMALL_HEAD_DIM = 64
+# Keys of so few bits are those that turning means pay for without biases.
+NARROW_NBITS = 3
 # Tokens at full precision, recent ones and sinks; with keys and values of 2 bits they matter most.
 FULL_PRECISION, FULL_PRECISION_AT_2_BITS = (64, 4), (128, 8)
 
@@ -173,13 +175,19 @@ class Quantization:
             keys, _ = build(self.key_nbits, self.group_size, self.block_tokens, head_dim)
             if self.calibration is not None:
                 keys = replace(keys, metric=KeyMetric(self.calibration, layer))
-            known, channels = key_turns or KeyTurns(), head_dim or SMALL_HEAD_DIM
-            narrow = self.recipe_name == AUTO_RECIPE and self.key_nbits <= 3 and channels <= SMALL_HEAD_DIM
-            means = known.default_means(channels, narrow) if self.rotary_means is None else self.rotary_means
-            keys = known.wrap(keys, means)
+            known = key_turns or KeyTurns()
+            keys = known.wrap(keys, self.means_per_block(head_dim, known))
         if self.value_nbits < 16:
             _, values = build(self.value_nbits, self.group_size, self.block_tokens, head_dim)
         return keys, values
+
+    def means_per_block(self, head_dim: int | None, key_turns: KeyTurns) -> int:
+        """Returns how many turning means a block of keys stores per head; arguments as of `codecs`."""
+        if self.rotary_means is not None or self.key_nbits == 16:
+            return self.rotary_means or 0
+        channels = head_dim or SMALL_HEAD_DIM
+        narrow = self.recipe_name == AUTO_RECIPE and self.key_nbits <= NARROW_NBITS and channels <= SMALL_HEAD_DIM
+        return key_turns.default_means(channels, narrow)
 
     @property
     def packs(self) -> bool:

@@ -119,12 +119,20 @@ def _look(layer: int, blocks: torch.Tensor, turns: KeyTurns) -> KeyBias:
     offset, spread = rest.mean(3).abs().mean(2)[0], rest.std(3).mean(2)[0]  # (kv_heads, channels)
     typical = spread.median(-1, keepdim=True).values.clamp_min(1e-30)
     found = _largest(spread / typical)
-    remedy = 0
-    if found.times >= FAR and turns.turns is not None and not turns.biased:
-        count = max(1, channels // CHANNELS_PER_MEAN)
-        after = _take_means(blocks, turns, count)[0].std(3).mean(2)[0]
-        remedy = count if float(after.max()) * REMEDY <= float(spread.max()) else 0
+    remedy = _remedy(blocks, turns, float(spread.max())) if found.times >= FAR else 0
     return KeyBias(layer, _largest(taken / typical), _largest(offset / typical), found, remedy)
+
+
+def _remedy(blocks: torch.Tensor, turns: KeyTurns, spread: float) -> int:
+    """Returns how many means, beyond what is taken by default, would bring the largest deviation down; 0 if none."""
+    channels = blocks.shape[-1]
+    few = max(1, channels // CHANNELS_PER_MEAN)
+    for count in (few, 2 * few, 4 * few):
+        if turns.default_means(channels) < count <= channels // 2:
+            rest, taken = _take_means(blocks, turns, count)
+            if taken.any() and float(rest.std(3).mean(2).max()) * REMEDY <= spread:
+                return count
+    return 0
 
 
 def _take_means(blocks: torch.Tensor, turns: KeyTurns, count: int) -> tuple[torch.Tensor, torch.Tensor]:

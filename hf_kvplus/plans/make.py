@@ -13,6 +13,7 @@ import torch
 from transformers import PretrainedConfig
 
 from hf_kvplus.caches import KVPlusCache, text_config
+from hf_kvplus.configs import config_head_dims
 from hf_kvplus.estimate import estimate_memory, states_dtype
 from hf_kvplus.fingerprint import config_fields
 from hf_kvplus.key_bias import layer_key_turns
@@ -54,13 +55,19 @@ class Made:
     uniform_kl: float | None
 
 
-def candidates(bits: float, calibration: str | None, groups: Sequence[int] = GROUPS) -> list[Quantization]:
+def candidates(
+    bits: float,
+    calibration: str | None,
+    groups: Sequence[int] = GROUPS,
+    takes_means: Callable[[Quantization], bool] = lambda option: False,
+) -> list[Quantization]:
     """Returns ways to quantize a layer whose widths lie around an average.
 
     Args:
         bits: Stored bits per element that are to be spent on average.
         calibration: File with metrics, or `None`.
         groups: Tokens of a block.
+        takes_means: Whether turning means are taken out of an option's keys by default; then it is tried without, too.
 
     Returns:
         Every pair of widths with every group; at 2.5 bits and below more tokens stay at full precision.
@@ -71,12 +78,13 @@ def candidates(bits: float, calibration: str | None, groups: Sequence[int] = GRO
         [nbits for nbits in widths if bits - REACH - 0.5 <= nbits <= bits + REACH]
         for widths in (KEY_WIDTHS, VALUE_WIDTHS)
     )
-    return [
+    options = [
         Quantization(key, value, group, recent, sinks, calibration=calibration)
         for group in groups
         for key in keys
         for value in values
     ]
+    return options + [replace(option, rotary_means=0) for option in options if takes_means(option)]
 
 
 def make_plans(
@@ -108,8 +116,14 @@ def make_plans(
     if len(windows) < 2:
         raise ValueError(f"`windows` must be at least 2, one of them to check the plan on, got {len(windows)}")
     config = text_config(run.model.config)
+    turns, head_dims = layer_key_turns(config), config_head_dims(config)
+
+    def takes_means(option: Quantization) -> bool:
+        return any(option.means_per_block(head_dim, known) for head_dim in head_dims for known in turns)
+
     tasks = [
-        _Task.of(config, budget, candidates(_average_bits(config, budget), calibration, groups)) for budget in budgets
+        _Task.of(config, budget, candidates(_average_bits(config, budget), calibration, groups, takes_means))
+        for budget in budgets
     ]
     parts = single_parts([option for task in tasks for option in task.options])
     single = layer_losses(run, windows[:-1], parts, advance)
@@ -193,12 +207,23 @@ def single_parts(options: Sequence[Quantization]) -> list[Quantization]:
     """
     recent = min(option.residual_length or 0 for option in options)
     sinks = min(option.num_sink_tokens or 0 for option in options)
-    found: dict[tuple[int, int | None], Quantization] = {}
-    for option in options:
-        for nbits in (option.key_nbits, option.value_nbits):
-            part = replace(option, key_nbits=nbits, value_nbits=nbits, residual_length=recent, num_sink_tokens=sinks)
-            found.setdefault((nbits, option.group_size), part)
+    found: dict[tuple[int, int | None, int | None], Quantization] = {}
+    for option in (replace(option, residual_length=recent, num_sink_tokens=sinks) for option in options):
+        keys = replace(option, value_nbits=option.key_nbits)
+        values = replace(option, key_nbits=option.value_nbits, rotary_means=None)
+        found.setdefault(_key_place(option), keys)
+        found.setdefault(_value_place(option), values)
     return list(found.values())
+
+
+def _key_place(option: Quantization) -> tuple[int, int | None, int | None]:
+    """Returns what the loss of an option's keys depends on."""
+    return option.key_nbits, option.group_size, option.rotary_means
+
+
+def _value_place(option: Quantization) -> tuple[int, int | None, int | None]:
+    """Likewise of its values."""
+    return option.value_nbits, option.group_size, None
 
 
 def pair_losses(single: torch.Tensor, parts: Sequence[Quantization], options: Sequence[Quantization]) -> torch.Tensor:
@@ -212,10 +237,10 @@ def pair_losses(single: torch.Tensor, parts: Sequence[Quantization], options: Se
     Returns:
         `(layers, options)`.
     """
-    places = {(part.key_nbits, part.group_size): index for index, part in enumerate(parts)}
+    places = {_key_place(part): index for index, part in enumerate(parts)}
     columns = [
-        single[:, places[option.key_nbits, option.group_size], PARTS.index("keys")]
-        + single[:, places[option.value_nbits, option.group_size], PARTS.index("values")]
+        single[:, places[_key_place(option)], PARTS.index("keys")]
+        + single[:, places[_value_place(option)], PARTS.index("values")]
         for option in options
     ]
     return torch.stack(columns, dim=1)

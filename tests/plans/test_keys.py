@@ -48,6 +48,16 @@ def test_what_a_configuration_doesnt_tell_of_is_reported_with_a_remedy():
         assert ("give `means=1`" in found.describe()) == (channel == FAST)
 
 
+def test_more_biases_than_means_are_reported_with_as_many_as_they_need():
+    model = biased_llama(FAST, 200.0)
+    with torch.no_grad():
+        model.model.layers[1].self_attn.k_proj.bias[1] = -200.0
+    with OnePass(model) as run:
+        _, found = key_biases(run, [torch.randint(128, (400,))])
+    assert found.taken.times > 50
+    assert "give `means=2`" in found.describe()
+
+
 def test_what_nothing_takes_out_needs_more_bits():
     model = tiny_llama(initializer_range=0.2)
     with torch.no_grad():

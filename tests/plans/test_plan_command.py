@@ -8,10 +8,11 @@ from checkpoints import save_tiny_checkpoint, write_words
 from conftest import tiny_llama
 from hf_kvplus import QuantizedCache, build_cache
 from hf_kvplus.cli import build_app
+from hf_kvplus.codecs.rotary_mean import without_means
 from hf_kvplus.layer_plan import load_plan
 from hf_kvplus.loading import load_model
 from hf_kvplus.plans.budget import Budget
-from hf_kvplus.plans.make import make_plans
+from hf_kvplus.plans.make import candidates, make_plans, pair_losses, single_parts
 from hf_kvplus.plans.onepass import OnePass
 from hf_kvplus.plans.solve import BudgetError
 from hf_kvplus.saving import load_cache, save_cache
@@ -61,10 +62,11 @@ def test_cache_and_strategy_follow_the_plan(made):
         build_cache(f"plan:{folder / 'plan.json'}", model.config),
     ):
         for layer, wanted in zip(cache.layers, plan.layers, strict=True):
-            assert layer.codecs["keys"].nbits == wanted.key_nbits
+            keys = without_means(layer.codecs["keys"])
+            assert keys.nbits == wanted.key_nbits
             assert layer.codecs["values"].nbits == wanted.value_nbits
             assert layer.block_tokens == wanted.group_size
-            assert layer.codecs["keys"].metric is not None
+            assert keys.metric is not None
         model(torch.randint(60, (1, 200)), past_key_values=cache)
         assert cache.layers[0].packed_blocks > 0
 
@@ -210,3 +212,27 @@ def test_a_missing_plan_is_named(tmp_path):
         load_plan(tmp_path / "none.json")
     with pytest.raises(TypeError, match="`layer_plan` must be a path"):
         load_plan(3)
+
+
+def test_means_are_taken_out_where_they_pay():
+    model = tiny_llama(attention_bias=True, initializer_range=0.2)
+    with torch.no_grad():
+        model.model.layers[1].self_attn.k_proj.bias[0] = 300.0
+    windows = torch.randint(128, (2, 320)).unbind()
+    with OnePass(model) as run:
+        (made,) = make_plans(run, windows, [Budget(bits=5.0)], groups=(48,))
+    assert made.plan.layers[1].rotary_means is None
+    assert "turning means" in QuantizedCache(model.config, layer_plan=made.plan.as_dict()).plan[1]
+    assert made.stored_bits <= 5.0
+
+
+def test_options_are_tried_without_means_where_they_have_any_by_default():
+    options = candidates(3.0, None, (48,), lambda option: option.key_nbits <= 3)
+    without = [option for option in options if option.rotary_means == 0]
+    assert {option.key_nbits for option in without} == {2, 3}
+    parts = single_parts(options)
+    assert len({(part.key_nbits, part.rotary_means) for part in parts}) == len(parts)
+    # A loss for each part: keys with means 1, without 2, values 0.5.
+    single = torch.tensor([[[2.0 if part.rotary_means == 0 else 1.0, 0.5] for part in parts]])
+    losses = pair_losses(single, parts, options)[0].tolist()
+    assert losses == [2.5 if option.rotary_means == 0 else 1.5 for option in options]
