@@ -17,6 +17,7 @@ from hf_kvplus import (
     build_cache,
     measure_memory,
 )
+from hf_kvplus.codecs.rotary_mean import without_means
 from hf_kvplus.compat import cache_keyword
 
 GREEDY = {"max_new_tokens": 80, "do_sample": False}
@@ -225,11 +226,16 @@ def test_prefill_in_inference_mode_continues_outside_of_it(llama):
     assert cache.get_seq_length() == 230
 
 
-@pytest.mark.parametrize(("head_dim", "levels", "clips"), [(64, "lloyd_max", 1), (128, "uniform", 3)])
-def test_two_bits_have_the_levels_of_the_models_head_size(head_dim, levels, clips):
+@pytest.mark.parametrize(("head_dim", "levels", "clips", "means"), [(64, "lloyd_max", 1, 2), (128, "uniform", 3, 0)])
+def test_narrow_codes_are_made_for_the_models_head_size(head_dim, levels, clips, means):
     config = tiny_llama_config(head_dim=head_dim)
     for codec in build_cache("int2", config).layers[0].codecs.values():
+        codec = without_means(codec)
         assert (codec.levels, codec.clips) == (levels, clips)
     for strategy in ("int3", "int4"):
         small = build_cache(strategy, tiny_llama_config()).layers[0]
-        assert build_cache(strategy, config).layers[0].codecs == small.codecs
+        large = build_cache(strategy, config).layers[0]
+        for name, codec in large.codecs.items():
+            assert without_means(codec) == without_means(small.codecs[name])
+    for strategy, expected in (("k2v8", means), ("k3v8", means), ("k4v2", 0), ("k3v8,recipe=affine", 0)):
+        assert getattr(build_cache(strategy, config).layers[0].codecs["keys"], "means", 0) == expected

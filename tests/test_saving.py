@@ -265,8 +265,8 @@ def test_an_empty_cache_with_the_same_options_can_be_filled(llama, tmp_path):
     assert given.get_seq_length() == 200
     with pytest.raises(CacheFileError, match="already holds tokens"):
         load_cache(tmp_path / "cache.safetensors", given)
-    with pytest.raises(CacheFileError, match=r"`cache\.layers\[0\]\.keys\.nbits` is 3 in the file and 4 here"):
-        load_cache(tmp_path / "cache.safetensors", QuantizedCache(llama.config, nbits=4))
+    with pytest.raises(CacheFileError, match=r"`cache\.layers\[0\]\.keys\.inner\.nbits` is 3 in the file and 2 here"):
+        load_cache(tmp_path / "cache.safetensors", QuantizedCache(llama.config, nbits=2))
 
 
 def test_a_device_can_be_named_and_to_moves_a_loaded_cache(llama, tmp_path):

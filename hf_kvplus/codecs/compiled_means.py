@@ -33,14 +33,14 @@ class MeanTaker:
             turns: How channels turn.
 
         Returns:
-            A finite float32 copy, and for each block, over its tokens, the sums of both coordinates of every pair,
-            turned back to the first token, and of their squares, `(batch, kv_heads, blocks, 3, pairs)`.
+            A finite float32 copy, and sums over the tokens of each block, `(batch, kv_heads, blocks, 5, pairs)`: of
+            both coordinates turned back to the first token, of their squares, and of both as they are.
         """
         states = states.detach().float()
         states = states if states.stride(4) == 1 else states.contiguous()
         batch, heads, blocks, tokens, channels = states.shape
         _, _, cosines, sines = turn_tables(turns, tokens, channels, "cpu")
-        rest, sums = torch.empty(states.shape), torch.empty(batch, heads, blocks, 3, cosines.shape[1])
+        rest, sums = torch.empty(states.shape), torch.empty(batch, heads, blocks, 5, cosines.shape[1])
         k, a = self.kernel, self.arguments.numbers
         for slot, stride in zip((k.STATES_B, k.STATES_H, k.STATES_N, k.STATES_T), states.stride()[:4], strict=True):
             a[slot] = 4 * stride

@@ -7,7 +7,8 @@ times above the rest takes all levels for itself, in every channel that a rotati
 
 So the mean of a block's keys, turned back along RoPE, is stored for the pairs where it is longest, and what is taken
 out is just what will be added back: nothing is approximated, whatever the mean is. A mean that isn't far above the
-deviation of a typical pair stays in: codecs that scale tokens do better with a mean that grows with its token.
+deviation of a typical pair stays in, because codecs that scale tokens do better with a mean that grows with its token;
+so does one that doesn't turn.
 
     mean[pair] = mean over t of R(-w t) key[t, pair]         kept for the pairs where it is longest, if that is far
     stored     = key - R(w t) mean                           by the inner codec
@@ -89,12 +90,14 @@ class RotaryMeanCodec(Codec):
             count = valid.sum(-1)[:, None, :, None, None].clamp_min(1)
         taker = find_mean_taker() if states.device.type == "cpu" and states.numel() else None
         rest, sums = taker.sums(states, self.turns) if taker else self._sums(states)
-        along, across, square = (sums / count).unbind(-2)  # (b, h, n, pairs)
+        along, across, square, x, y = (sums / count).unbind(-2)  # (b, h, n, pairs)
         length = along.square() + across.square()
         deviation = (square - length).clamp_min(0).median(-1, keepdim=True).values / 2
         longest, pairs = length.topk(self.means)  # (b, h, n, means)
         means = torch.stack([along, across], dim=-1).gather(-2, pairs[..., None].expand(*pairs.shape, 2))
-        means = (means * (longest > FAR**2 * deviation)[..., None]).half()
+        # A mean that doesn't turn is an offset, which is stored better as such.
+        taken = (longest > FAR**2 * deviation) & (longest >= (x.square() + y.square()).gather(-1, pairs))
+        means = (means * taken[..., None]).half()
         ours = {"rotary_pair": pairs.to(torch.uint8), "rotary_mean": means}
         if taker:
             taker.take_out(rest, self.turns, *(ours[name] for name in FIELDS))
@@ -107,8 +110,8 @@ class RotaryMeanCodec(Codec):
         first, second, cos, sin = turn_tables(self.turns, self.block_tokens, states.shape[-1], str(states.device))
         rest = states.float().clamp(-HALF_MAX, HALF_MAX).nan_to_num(0.0)
         x, y = rest[..., first], rest[..., second]  # (b, h, n, tokens, pairs)
-        turned_back = (x * cos + y * sin, y * cos - x * sin, x.square() + y.square())
-        return rest, torch.stack([turned.sum(-2) for turned in turned_back], dim=-2)
+        summed = (x * cos + y * sin, y * cos - x * sin, x.square() + y.square(), x, y)
+        return rest, torch.stack([part.sum(-2) for part in summed], dim=-2)
 
     def decode(self, packed: Packed, head_dim: int, out: torch.Tensor) -> None:
         """Decodes the rest and adds the means; see `Codec.decode`."""

@@ -19,7 +19,7 @@ from hf_kvplus.compiled_kernels.decode import add_turning_means, as_floats, as_i
 # Arguments, 64-bit integers: numbers, addresses, and strides in bytes over batch rows, heads, blocks and tokens.
 COUNTER, TASKS, HEADS, BLOCKS, BLOCKS_PER_TASK, TOKENS, CHANNELS, PAIRS, MEANS = range(9)
 STATES, STATES_B, STATES_H, STATES_N, STATES_T = range(9, 14)
-# Without gaps, all with (batch, heads, blocks) in front: the copy (tokens, channels), sums (3, pairs), numbers of the
+# Without gaps, all with (batch, heads, blocks) in front: the copy (tokens, channels), sums (5, pairs), numbers of the
 # chosen pairs, bytes (means), and what is added to those, float32 (means, 2).
 REST, SUMS, CHOSEN, ADDED = range(14, 18)
 # Channels of each pair, int32 (pairs, 2); cosines and sines, float32 (tokens, pairs), and both, (pairs, 2, tokens).
@@ -40,7 +40,7 @@ def copy_finite(source_at: int, target_at: int, length: int) -> None:
 
 @njit(error_model="numpy")
 def add_turned_back(row_at: int, cosines_at: int, sines_at: int, channels_at: int, sums_at: int, pairs: int) -> None:
-    """Adds one token's pairs, turned back, and their squares to the sums."""
+    """Adds one token's pairs, turned back, their squares, and the pairs as they are to the sums."""
     row, cosines, sines = as_floats(row_at), as_floats(cosines_at), as_floats(sines_at)
     channels, sums = as_integers(channels_at), as_floats(sums_at)
     for pair in range(pairs):
@@ -48,6 +48,8 @@ def add_turned_back(row_at: int, cosines_at: int, sines_at: int, channels_at: in
         sums[pair] += x * cosines[pair] + y * sines[pair]
         sums[pairs + pair] += y * cosines[pair] - x * sines[pair]
         sums[2 * pairs + pair] += x * x + y * y
+        sums[3 * pairs + pair] += x
+        sums[4 * pairs + pair] += y
 
 
 @cfunc(types.void(types.CPointer(types.int64)), cache=True, error_model="numpy")
@@ -64,9 +66,9 @@ def sum_turned(a: Any) -> None:
         for block in range(first, min(first + a[BLOCKS_PER_TASK], a[BLOCKS])):
             number = line * a[BLOCKS] + block
             source = a[STATES] + batch * a[STATES_B] + head * a[STATES_H] + block * a[STATES_N]
-            rest, sums_at = a[REST] + 4 * number * tokens * channels, a[SUMS] + 12 * number * pairs
+            rest, sums_at = a[REST] + 4 * number * tokens * channels, a[SUMS] + 20 * number * pairs
             sums = as_floats(sums_at)
-            for place in range(3 * pairs):
+            for place in range(5 * pairs):
                 sums[place] = 0
             for token in range(tokens):
                 row_at = rest + 4 * token * channels

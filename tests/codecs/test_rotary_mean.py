@@ -137,6 +137,13 @@ def test_a_mean_that_isnt_far_stays_where_it_is():
     assert all(torch.equal(packed[name], tensor) for name, tensor in plain.items())
 
 
+@pytest.mark.parametrize("recipe", ["dual_scale", "affine"])
+def test_an_offset_that_doesnt_turn_stays_what_it_is(recipe):
+    codec, _ = Quantization(3, 3, recipe=recipe).codecs(0, 16, KeyTurns(make_turns(8), biased=True))
+    states = torch.full((1, 1, 1, codec.block_tokens, 16), 2.0)
+    torch.testing.assert_close(stored(codec, states), states, rtol=0, atol=0.02)
+
+
 def test_bits_are_what_is_stored():
     for means in (1, 4, 7):
         codec, _ = Quantization(4, 4, rotary_means=means).codecs(0, 64, KeyTurns(make_turns(32)))
