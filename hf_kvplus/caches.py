@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,7 @@ from hf_kvplus.configs import config_head_dims, text_config
 from hf_kvplus.fingerprint import config_fields
 from hf_kvplus.gqa.projection import DEFAULT_RECENT_TOKENS, DEFAULT_SINK_TOKENS, GQA
 from hf_kvplus.hybrid import RecurrentLayer
-from hf_kvplus.key_bias import KeyTurns, layer_key_turns
+from hf_kvplus.key_bias import STILL, KeyTurns, layer_key_turns
 from hf_kvplus.layer import KVLayer
 from hf_kvplus.layer_build import Packing, build_layer, window_layers
 from hf_kvplus.layer_plan import LayerPlan
@@ -81,21 +81,18 @@ class KVPlusCache(Cache):
         self.cross_attention = cross_attention
         self.config_fields = config_fields(decoder_config)
         self.quantization = _checked_quantization(quantization, decoder_config)
-        head_dims: set[int] = set() if gqa else config_head_dims(decoder_config)
+        self._head_dims: set[int] = set() if gqa else config_head_dims(decoder_config)
         # Latents of several heads are no heads of a size; where layers differ, a recipe goes by the smallest.
-        self._head_dim = min(head_dims, default=None)
+        self._head_dim = min(self._head_dims, default=None)
         layers, self.plan = [], []
         layer_types, layer_options = layer_types_and_options(decoder_config)
-        self._key_turns: list[KeyTurns] | None = None
+        self._key_turns = [STILL] * len(layer_types)
         if cross_attention:
             layer_types, layer_options = ["full_attention"] * len(layer_types), [{}] * len(layer_types)
+        elif gqa:
+            self._key_turns = [KeyTurns(reason="`gqa` stores latents, no channels that turn")] * len(layer_types)
         elif self.quantization:
             self._key_turns = layer_key_turns(decoder_config)
-        for head_dim in head_dims if self.quantization else ():
-            for layer_quantization in set(self._quantizations(1)) - {None}:
-                turns = self._key_turns[0] if self._key_turns else None
-                for codec in replace(layer_quantization, calibration=None).codecs(0, head_dim, turns):
-                    codec.check(head_dim)
         for index, (layer_type, options) in enumerate(zip(layer_types, layer_options, strict=True)):
             layer, note = build_layer(layer_type, options, partial(self._packing, index))
             layers.append(layer)
@@ -157,9 +154,10 @@ class KVPlusCache(Cache):
         elif gqa is not None:
             recent = DEFAULT_RECENT_TOKENS if gqa.residual_length is None else gqa.residual_length
             sinks = DEFAULT_SINK_TOKENS if gqa.num_sink_tokens is None else gqa.num_sink_tokens
-        # Latents have no pairs of channels that turn.
-        turns = self._key_turns[index] if self._key_turns and not gqa else None
-        codecs = quantization.codecs(index, self._head_dim, turns) if quantization else ()
+        codecs = quantization.codecs(index, self._head_dim, self._key_turns[index]) if quantization else ()
+        for codec in codecs:
+            for head_dim in self._head_dims:
+                codec.check(head_dim)
         if self.projection is not None:
             codecs = self.projection.codecs(index, codecs)
         return Packing(codecs, recent, sinks) if codecs else None

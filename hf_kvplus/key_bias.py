@@ -74,6 +74,10 @@ class KeyTurns:
         return RotaryMeanCodec(codec, self.turns, means)
 
 
+# Keys that carry no position, or not by turning: a mean of theirs stays where it is.
+STILL = KeyTurns(ChannelTurns())
+
+
 def layer_key_turns(config: PretrainedConfig) -> list[KeyTurns]:
     """Returns what is known of the keys of each layer.
 
@@ -86,8 +90,8 @@ def layer_key_turns(config: PretrainedConfig) -> list[KeyTurns]:
     known: dict[str, KeyTurns] = {}
     found = []
     for index, layer_type in enumerate(layer_types):
-        if layer_type == FULL and not rotated[index]:
-            found.append(KeyTurns(ChannelTurns()))
+        if layer_type == FULL and index < len(rotated) and not rotated[index]:
+            found.append(STILL)
             continue
         if layer_type not in known:
             known[layer_type] = _key_turns(config, layer_type, biased)
@@ -98,7 +102,7 @@ def layer_key_turns(config: PretrainedConfig) -> list[KeyTurns]:
 def _key_turns(config: PretrainedConfig, layer_type: str, biased: bool) -> KeyTurns:
     """Returns what is known of the keys of one type of layers."""
     if not getattr(config, "rope_parameters", None):
-        return KeyTurns(ChannelTurns())  # positions aren't in the keys, or not by turning: a mean stays where it is
+        return STILL
     try:
         return KeyTurns(channel_turns(config, layer_type), biased)
     except ValueError as error:
@@ -141,7 +145,7 @@ def _builds_key_bias(attention: type[torch.nn.Module], config: PretrainedConfig)
     try:
         with torch.device("meta"):
             built = attention(config, **options)
-    except (AttributeError, KeyError, TypeError, ValueError):  # it's made of something else than a configuration
+    except Exception:  # it's made of something else than a configuration, in a way that only it knows
         return False
     return any(
         getattr(part, "bias", None) is not None

@@ -13,6 +13,7 @@ from hf_kvplus.compat import cache_keyword
 from hf_kvplus.configs import text_config
 from hf_kvplus.key_bias import KEY_PROJECTIONS, has_key_bias, layer_key_turns
 from hf_kvplus.plans.onepass import OnePass
+from hf_kvplus.recipes import Quantization
 from hf_kvplus.rope import VERIFIED
 
 TINY = {
@@ -134,6 +135,8 @@ def test_models_without_turning_biases_store_no_means():
     assert "1 turning means" in QuantizedCache(make_config("qwen2"), nbits=4).plan[0]
     with pytest.raises(ValueError, match="rotary_means.*deepseek_v3"):
         build_cache("int4,means=2", CONFIG_MAPPING["deepseek_v3"]())
+    crossed = KVPlusCache(LlamaConfig(**TINY), quantization=Quantization(rotary_means=1), cross_attention=True)
+    assert not crossed.layers[0].codecs["keys"].turns.inv_freq
     with pytest.raises(ValueError, match="needs heads of 18"):
         build_cache("int4,means=9", make_config("qwen2"))
 

@@ -97,7 +97,7 @@ class RotaryMeanCodec(Codec):
         means = torch.stack([along, across], dim=-1).gather(-2, pairs[..., None].expand(*pairs.shape, 2))
         # A mean that doesn't turn is an offset, which is stored better as such.
         taken = (longest > FAR**2 * deviation) & (longest >= (x.square() + y.square()).gather(-1, pairs))
-        means = (means * taken[..., None]).half()
+        means = (means * taken[..., None]).clamp(-HALF_MAX, HALF_MAX).half()
         ours = {"rotary_pair": pairs.to(torch.uint8), "rotary_mean": means}
         if taker:
             taker.take_out(rest, self.turns, *(ours[name] for name in FIELDS))

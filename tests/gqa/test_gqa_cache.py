@@ -299,6 +299,7 @@ def test_the_folder_of_the_checkpoint_is_looked_in(llama, path, tmp_path):
         ("gqa:0,projection={path}", ValueError, "`num_key_value_heads` must be at least 1, got 0"),
         ("gqa:2,file={path}", ValueError, "unknown option file; it takes projection, recent, sinks"),
         ("gqa:2,projection={path},recent=8+int4", ValueError, "give them there only"),
+        ("gqa:2,projection={path}+int4,means=2", ValueError, "`rotary_means`=2 can't be had: `gqa` stores latents"),
     ],
 )
 def test_a_wrong_string_gets_one_clear_error(llama, path, strategy, error, message):
