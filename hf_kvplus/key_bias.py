@@ -145,8 +145,8 @@ def _builds_key_bias(attention: type[torch.nn.Module], config: PretrainedConfig)
     try:
         with torch.device("meta"):
             built = attention(config, **options)
-    except Exception:  # it's made of something else than a configuration, in a way that only it knows
-        return False
+    except (AssertionError, AttributeError, ImportError, LookupError, RuntimeError, TypeError, ValueError):
+        return False  # it's made of something else than a configuration
     return any(
         getattr(part, "bias", None) is not None
         for name, part in built.named_modules()

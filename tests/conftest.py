@@ -10,6 +10,25 @@ from transformers import LlamaConfig, LlamaForCausalLM
 torch.set_num_threads(1)
 
 
+# Makes the configuration of nearly any decoder a tiny one; classes leave alone what they don't know.
+TINY_OPTIONS = {
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 2048,
+    "pad_token_id": 0,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 4,
+}
+
+
 def tiny_llama_config(**changes) -> LlamaConfig:
     """Returns the configuration of a two-layer Llama with 4 query heads and 2 KV heads of 16 channels."""
     options = {

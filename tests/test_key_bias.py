@@ -5,6 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache, GPT2Config, LlamaConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from conftest import TINY_OPTIONS
 from hf_kvplus import KVPlusCache, QuantizedCache, build_cache, estimate_memory, load_cache, measure_memory, save_cache
 from hf_kvplus.attention import use_fused_attention
 from hf_kvplus.codecs.identity import IdentityCodec
@@ -16,23 +17,7 @@ from hf_kvplus.plans.onepass import OnePass
 from hf_kvplus.recipes import Quantization
 from hf_kvplus.rope import VERIFIED
 
-TINY = {
-    "vocab_size": 64,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 2048,
-    "pad_token_id": 0,
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
-    "n_routed_experts": 4,
-    "sliding_window": 600,
-}
+TINY = {**TINY_OPTIONS, "sliding_window": 600}
 ALTERNATING = {"layer_types": ["sliding_attention", "full_attention"] * 2}
 # Biases behind RoPE: turned in halves, interleaved, in some channels only, with two sets of frequencies.
 BIASED = {

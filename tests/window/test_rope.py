@@ -5,27 +5,12 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache, GPT2Config, LlamaConfig, Phi3Config, Qwen2VLTextConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from conftest import TINY_OPTIONS
 from hf_kvplus import SlidingWindowCache
 from hf_kvplus.positions import rotated_layers
 from hf_kvplus.rope import VERIFIED, KeyRotation, key_rotation
 
-COMMON = {
-    "vocab_size": 64,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 2048,
-    "pad_token_id": 0,
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
-    "n_routed_experts": 4,
-    "sliding_window": 32,
-}
+COMMON = {**TINY_OPTIONS, "sliding_window": 32}
 ALTERNATING = {"layer_types": ["sliding_attention", "full_attention"] * 2}
 CHANGES = {"gemma3_text": ALTERNATING, "gemma4_text": ALTERNATING}
 SCALINGS = {
