@@ -30,6 +30,7 @@ from hypothesis.stateful import (
 
 from conftest import tiny_llama_config
 from hf_kvplus import KVPlusCache, load_cache, save_cache
+from hf_kvplus.key_bias import KeyTurns, layer_key_turns
 from hf_kvplus.recipes import Quantization
 
 HEADS, CHANNELS = 2, 16
@@ -42,11 +43,12 @@ class PlainTokens:
 
     Args:
         quantization: As of the cache, or `None`.
+        key_turns: As of the cache's layer.
         padding: Padding tokens of each row.
     """
 
-    def __init__(self, quantization: Quantization | None, padding: list[int]) -> None:
-        self.quantization, self.padding = quantization, padding
+    def __init__(self, quantization: Quantization | None, key_turns: KeyTurns, padding: list[int]) -> None:
+        self.quantization, self.key_turns, self.padding = quantization, key_turns, padding
         empty = torch.zeros(len(padding), HEADS, 0, CHANNELS)
         self.given = dict.fromkeys(NAMES, empty)
         self.read = dict.fromkeys(NAMES, empty)
@@ -75,7 +77,7 @@ class PlainTokens:
             torch.arange(columns.start, columns.stop) >= torch.tensor(self.padding)[:, None]
         )
         valid = torch.arange(columns.start, columns.stop) >= begins
-        for name, codec in zip(NAMES, self.quantization.codecs(), strict=True):
+        for name, codec in zip(NAMES, self.quantization.codecs(0, CHANNELS, self.key_turns), strict=True):
             block = self.read[name][:, :, columns].clone()
             decoded = torch.empty_like(block[:, :, None])
             codec.decode(codec.encode(block[:, :, None], valid[:, None]), CHANNELS, decoded)
@@ -137,7 +139,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.cache = KVPlusCache(self.config, quantization=quantization)
         assert bool(self.cache.layers[0].codecs) == bool(bits)
         self.cache.activate_past_recording()
-        self.plain = PlainTokens(quantization, padding)
+        self.plain = PlainTokens(quantization, layer_key_turns(self.config)[0], padding)
         self.generator = torch.Generator().manual_seed(seed)
         self.since_crop = 0
         self.first_prompt = True
@@ -238,7 +240,7 @@ class CacheMachine(RuleBasedStateMachine):
     def begin_again(self):
         self.cache.reset()
         self.cache.activate_past_recording()
-        self.plain = PlainTokens(self.plain.quantization, [0, 2])
+        self.plain = PlainTokens(self.plain.quantization, self.plain.key_turns, [0, 2])
         self.since_crop = 0
         self.update(5)
 
