@@ -43,7 +43,7 @@ PAGE_HEAD = f"""# Text that the recipes weren't tuned on
 
 Made by `python -m kvplus_eval.heldout`; don't edit. The recipes were tuned within the first {TUNED_TOKENS:,}
 tokens of the text. Held-out windows lie behind those and before the text that plans were found on; what was seen of
-one of them all the same, [the log](log/recipes.md) tells. *KL* is the mean divergence to the full cache in nats,
+some of them all the same, [the log](log/recipes.md) tells. *KL* is the mean divergence to the full cache in nats,
 *perplexity* its change; in parentheses 95 % over pieces of {PIECE_POSITIONS} compared positions. Behind them KL by
 window, in thousandths.
 """
