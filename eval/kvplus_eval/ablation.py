@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,22 +21,20 @@ from rich.console import Console
 from rich.progress import Progress
 
 from hf_kvplus.caches import KVPlusCache
-from hf_kvplus.codecs.dual_scale import DualScaleCodec
-from hf_kvplus.codecs.levels import LLOYD_MAX, UNIFORM
-from hf_kvplus.codecs.rotary_mean import RotaryMeanCodec, without_means
+from hf_kvplus.checks import require_choice
 from hf_kvplus.layer import KVLayer
 from hf_kvplus.loading import load_model
 from hf_kvplus.plans.onepass import OnePass, Reference
-from hf_kvplus.recipes import Quantization
 from kvplus_eval.data import cut_windows, load_text
 from kvplus_eval.metrics.perplexity import paired_interval
 from kvplus_eval.results import append_rows, git_commit, library_versions, read_rows
-from kvplus_eval.without_offsets import WithoutOffsets
+from kvplus_eval.variants import MEANS_VARIANTS, RECIPE, VARIANTS, Variant, same, variant_cache
 
 SCHEMA = "kvplus-ablation/2"
-RECIPE = "recipe"
 # Positions that are taken together when intervals are drawn.
 PIECE_POSITIONS = 128
+
+PARTS = {"recipe": VARIANTS, "means": MEANS_VARIANTS}
 
 PAGE_HEAD = f"""# What each part of the recipe is worth
 
@@ -46,83 +43,6 @@ mean divergence to the full cache in nats; its change is against the recipe at t
 95 % interval over pieces of {PIECE_POSITIONS} positions. A positive change is what the part gains; a negative one says
 that the recipe would be better without it here.
 """
-
-
-@dataclass(frozen=True)
-class Variant:
-    """The recipe with one part changed.
-
-    Args:
-        name: What is changed.
-        quantization: Changes of the options of `Quantization`.
-        codec: Changes of the options of both codecs.
-        widths: Widths at which it differs from the recipe.
-        kind: What both codecs are.
-    """
-
-    name: str
-    quantization: dict[str, Any]
-    codec: Callable[[DualScaleCodec], dict[str, Any]]
-    widths: tuple[int, ...] = (8, 4, 3, 2)
-    kind: type[DualScaleCodec] = DualScaleCodec
-
-
-def _same(codec: DualScaleCodec) -> dict[str, Any]:
-    return {}
-
-
-NARROW = (4, 3, 2)
-VARIANTS = (
-    Variant(RECIPE, {}, _same),
-    Variant("no rotation", {}, lambda codec: {"rotate": False}),
-    Variant("no token scales", {}, lambda codec: {"iterations": 0, "correct_tokens": False}, NARROW),
-    Variant("no correction of token scales", {}, lambda codec: {"correct_tokens": False}, NARROW),
-    Variant("no offsets of channels", {}, _same, kind=WithoutOffsets),
-    Variant("no turning means", {"rotary_means": 0}, _same, (3, 2)),
-    Variant("two turning means", {"rotary_means": 2}, _same, (8, 4)),
-    Variant("one clip", {}, lambda codec: {"clips": 1}, (3,)),
-    Variant("three clips", {}, lambda codec: {"clips": 3}, (4, 2)),
-    Variant("no least squares", {}, lambda codec: {"clips": 1, "refinements": 0}, NARROW),
-    Variant(
-        "the other levels",
-        {},
-        lambda codec: {"levels": UNIFORM if codec.levels == LLOYD_MAX else LLOYD_MAX, "refinements": 2},
-    ),
-    Variant("no sinks", {"num_sink_tokens": 0}, _same),
-    Variant("16 recent tokens", {"residual_length": 16}, _same),
-    Variant("blocks of 96", {"group_size": 96}, _same),
-    Variant("half-precision scales, groups of 64 (affine)", {"recipe": "affine"}, _same),
-    Variant("float8", {"recipe": "float8"}, _same, (8,)),
-)
-
-
-def variant_cache(config: Any, nbits: int, variant: Variant, calibration: str | None = None) -> KVPlusCache:
-    """Builds a cache of the recipe with one part changed.
-
-    Args:
-        config: The model's configuration.
-        nbits: Width of keys and values.
-        variant: What is changed.
-        calibration: File with metrics for the keys, or `None`.
-
-    Returns:
-        The cache.
-    """
-    changes = {"calibration": calibration, **variant.quantization}
-    cache = KVPlusCache(config, quantization=Quantization(nbits, nbits, **changes))
-    for layer in cache.layers:
-        if isinstance(layer, KVLayer):
-            for name, codec in layer.codecs.items():
-                inner = without_means(codec)
-                if isinstance(inner, DualScaleCodec):
-                    changed = variant.codec(inner)
-                    if name == "values":
-                        changed.pop("correct_tokens", None)
-                    options = {field.name: getattr(inner, field.name) for field in fields(inner)}
-                    inner = variant.kind(**{**options, **changed})
-                    wrapped = isinstance(codec, RotaryMeanCodec)
-                    layer.codecs[name] = RotaryMeanCodec(inner, codec.turns, codec.means) if wrapped else inner
-    return cache
 
 
 def measure(
@@ -206,6 +126,9 @@ def run_ablation(
     text: Annotated[str, typer.Option(help="Text to measure on, as for `kvplus eval`.")],
     model: Annotated[str, typer.Option(help="Model, as for `kvplus eval`.")] = "smollm2-135m",
     widths: Annotated[str, typer.Option(help="Bits, comma-separated.")] = "8,4,3,2",
+    parts: Annotated[
+        str, typer.Option(help="`recipe`, every part; `means`, number and length of turning means.")
+    ] = "recipe",
     first_window: Annotated[int, typer.Option(min=0, help="Windows before it are left out.")] = 0,
     windows: Annotated[int, typer.Option(min=1, help="Windows.")] = 2,
     window_tokens: Annotated[int, typer.Option(min=128, help="Tokens in a window.")] = 2048,
@@ -217,10 +140,11 @@ def run_ablation(
 ) -> None:
     """Measure what each part of the recipe is worth."""
     console = Console(stderr=True)
+    require_choice("parts", parts, tuple(PARTS))
     chosen_widths = [int(nbits) for nbits in widths.split(",")]
-    todo = [(nbits, variant) for nbits in chosen_widths for variant in VARIANTS if nbits in variant.widths]
+    todo = [(nbits, variant) for nbits in chosen_widths for variant in PARTS[parts] if nbits in variant.widths]
     if calibration is not None:
-        metric = Variant("recipe with calibrated keys", {"calibration": calibration}, _same)
+        metric = Variant("recipe with calibrated keys", {"calibration": calibration}, same)
         todo += [(nbits, metric) for nbits in chosen_widths if nbits < 8]
     chosen = load_text(text)
     loaded, tokenizer, source = load_model(model)

@@ -39,7 +39,7 @@ from hf_kvplus.codecs.turns import ChannelTurns, turn_tables
 
 # Of a stored mean: two half-precision numbers and the number of its pair.
 MEAN_BYTES = 5
-# Times the deviation of the median pair that a mean must have to be taken out.
+# Times the deviation of the median pair that a mean must have to be taken out: docs/ablation-means.md.
 FAR = 10.0
 # Pairs have numbers of one byte.
 MOST_CHANNELS = 512
@@ -55,21 +55,26 @@ class RotaryMeanCodec(Codec):
         inner: The codec of what is left.
         turns: How channels turn.
         means: Pairs of channels per head and block whose means are stored.
+        far: Times the deviation of the median pair that a mean must have to be taken out; nothing that reads asks.
 
     Raises:
-        ValueError: If `means` isn't positive.
+        ValueError: If `means` isn't positive, or `far` is negative.
     """
 
     inner: Codec
     turns: ChannelTurns
     means: int
+    far: float = FAR
 
-    def __init__(self, inner: Codec, turns: ChannelTurns, means: int) -> None:
+    def __init__(self, inner: Codec, turns: ChannelTurns, means: int, far: float = FAR) -> None:
         require_at_least("means", means, 1)
+        if far < 0:
+            raise ValueError(f"`far` must be at least 0, got {far}")
         object.__setattr__(self, "block_tokens", inner.block_tokens)
         object.__setattr__(self, "inner", inner)
         object.__setattr__(self, "turns", turns)
         object.__setattr__(self, "means", means)
+        object.__setattr__(self, "far", far)
 
     def encode(
         self,
@@ -96,7 +101,7 @@ class RotaryMeanCodec(Codec):
         longest, pairs = length.topk(self.means)  # (b, h, n, means)
         means = torch.stack([along, across], dim=-1).gather(-2, pairs[..., None].expand(*pairs.shape, 2))
         # A mean that doesn't turn is an offset, which is stored better as such.
-        taken = (longest > FAR**2 * deviation) & (longest >= (x.square() + y.square()).gather(-1, pairs))
+        taken = (longest > self.far**2 * deviation) & (longest >= (x.square() + y.square()).gather(-1, pairs))
         means = (means * taken[..., None]).clamp(-HALF_MAX, HALF_MAX).half()
         ours = {"rotary_pair": pairs.to(torch.uint8), "rotary_mean": means}
         if taker:
