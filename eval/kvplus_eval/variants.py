@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any
 
 from hf_kvplus.caches import KVPlusCache
@@ -104,6 +104,7 @@ def variant_cache(config: Any, nbits: int, variant: Variant, calibration: str | 
                         changed.pop("correct_tokens", None)
                     options = {field.name: getattr(inner, field.name) for field in fields(inner)}
                     inner = variant.kind(**{**options, **changed})
-                    wrapped = isinstance(codec, RotaryMeanCodec)
-                    layer.codecs[name] = replace(codec, inner=inner, far=variant.far) if wrapped else inner
+                    if isinstance(codec, RotaryMeanCodec):
+                        inner = RotaryMeanCodec(inner, codec.turns, codec.means, variant.far)
+                    layer.codecs[name] = inner
     return cache
