@@ -26,8 +26,8 @@ from hf_kvplus.rope import FULL, channel_turns, modeling_module
 KEY_PROJECTIONS = frozenset({"k_proj", "key", "key_proj", "query_key_value", "qkv_proj", "qkv", "Wqkv", "c_attn"})
 # Not of text decoders, or not of what they have said so far.
 OTHER_ATTENTION = ("Vision", "Audio", "Encoder", "Cross")
-# Channels of a head for one pair whose mean is stored, with biases and without: 4 or 2 of 32 pairs at 64 channels.
-CHANNELS_PER_MEAN, CHANNELS_PER_MEAN_UNBIASED = 16, 32
+# Channels of a head for one pair whose mean is stored: 4 of 32 pairs at 64 channels.
+CHANNELS_PER_MEAN = 16
 
 
 @dataclass(frozen=True)
@@ -53,9 +53,7 @@ class KeyTurns:
         """
         if self.turns is None or not self.turns.inv_freq:
             return 0
-        if self.biased:
-            return max(1, head_dim // CHANNELS_PER_MEAN)
-        return max(1, head_dim // CHANNELS_PER_MEAN_UNBIASED) if narrow else 0
+        return max(1, head_dim // CHANNELS_PER_MEAN) if self.biased or narrow else 0
 
     def wrap(self, codec: Codec, means: int) -> Codec:
         """Returns a codec of keys that takes means out before `codec` sees them, or `codec` for none.

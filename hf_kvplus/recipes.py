@@ -99,8 +99,8 @@ class Quantization:
             `"dual_scale"` are then encoded with it, see `hf_kvplus.codecs.metric`.
         rotary_means: Pairs of channels per head whose mean is taken out of every block of keys, turned along RoPE, and
             added back when they are read; see `hf_kvplus.codecs.rotary_mean`. `None` takes one for 16 channels where
-            the model's keys have a bias that RoPE turns, one for 32 in keys of 2 and 3 bits where heads have at most
-            64 channels, and none elsewhere.
+            the model's keys have a bias that RoPE turns, and in keys of 2 and 3 bits where heads have at most 64
+            channels; none elsewhere.
 
     Raises:
         ValueError: If an option is out of range; the message says what to use.

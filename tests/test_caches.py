@@ -226,7 +226,7 @@ def test_prefill_in_inference_mode_continues_outside_of_it(llama):
     assert cache.get_seq_length() == 230
 
 
-@pytest.mark.parametrize(("head_dim", "levels", "clips", "means"), [(64, "lloyd_max", 1, 2), (128, "uniform", 3, 0)])
+@pytest.mark.parametrize(("head_dim", "levels", "clips", "means"), [(64, "lloyd_max", 1, 4), (128, "uniform", 3, 0)])
 def test_narrow_codes_are_made_for_the_models_head_size(head_dim, levels, clips, means):
     config = tiny_llama_config(head_dim=head_dim)
     for codec in build_cache("int2", config).layers[0].codecs.values():

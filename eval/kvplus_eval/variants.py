@@ -9,7 +9,7 @@ from typing import Any
 from hf_kvplus.caches import KVPlusCache
 from hf_kvplus.codecs.dual_scale import DualScaleCodec
 from hf_kvplus.codecs.levels import LLOYD_MAX, UNIFORM
-from hf_kvplus.codecs.rotary_mean import FAR, RotaryMeanCodec, without_means
+from hf_kvplus.codecs.rotary_mean import RotaryMeanCodec, without_means
 from hf_kvplus.layer import KVLayer
 from hf_kvplus.recipes import Quantization
 from kvplus_eval.without_offsets import WithoutOffsets
@@ -27,7 +27,7 @@ class Variant:
         codec: Changes of the options of both codecs.
         widths: Widths at which it differs from the recipe.
         kind: What both codecs are.
-        far: Least length of a turning mean, see `RotaryMeanCodec`.
+        far: Least length of a turning mean, see `RotaryMeanCodec`; `None` for the recipe's.
     """
 
     name: str
@@ -35,7 +35,7 @@ class Variant:
     codec: Callable[[DualScaleCodec], dict[str, Any]]
     widths: tuple[int, ...] = (8, 4, 3, 2)
     kind: type[DualScaleCodec] = DualScaleCodec
-    far: float = FAR
+    far: float | None = None
 
 
 def same(codec: DualScaleCodec) -> dict[str, Any]:
@@ -51,7 +51,7 @@ VARIANTS = (
     Variant("no correction of token scales", {}, lambda codec: {"correct_tokens": False}, NARROW),
     Variant("no offsets of channels", {}, same, kind=WithoutOffsets),
     Variant("no turning means", {"rotary_means": 0}, same, (3, 2)),
-    Variant("two turning means", {"rotary_means": 2}, same, (8, 4)),
+    Variant("four turning means", {"rotary_means": 4}, same, (8, 4)),
     Variant("one clip", {}, lambda codec: {"clips": 1}, (3,)),
     Variant("three clips", {}, lambda codec: {"clips": 3}, (4, 2)),
     Variant("no least squares", {}, lambda codec: {"clips": 1, "refinements": 0}, NARROW),
@@ -75,7 +75,8 @@ MEANS_VARIANTS = (
     *(
         Variant(f"{count} of {far} deviations", {"rotary_means": count}, same, far=far)
         for count in (1, 2, 4)
-        for far in (6, 8, 10, 14, 20)
+        for far in (3, 4, 6, 8, 10, 14, 20)
+        if count > 1 or far >= 6
     ),
 )
 
@@ -105,6 +106,7 @@ def variant_cache(config: Any, nbits: int, variant: Variant, calibration: str | 
                     options = {field.name: getattr(inner, field.name) for field in fields(inner)}
                     inner = variant.kind(**{**options, **changed})
                     if isinstance(codec, RotaryMeanCodec):
-                        inner = RotaryMeanCodec(inner, codec.turns, codec.means, variant.far)
+                        far = codec.far if variant.far is None else variant.far
+                        inner = RotaryMeanCodec(inner, codec.turns, codec.means, far)
                     layer.codecs[name] = inner
     return cache

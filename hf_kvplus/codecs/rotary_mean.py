@@ -40,7 +40,7 @@ from hf_kvplus.codecs.turns import ChannelTurns, turn_tables
 # Of a stored mean: two half-precision numbers and the number of its pair.
 MEAN_BYTES = 5
 # Times the deviation of the median pair that a mean must have to be taken out: docs/ablation-means.md.
-FAR = 10.0
+FAR = 8.0
 # Pairs have numbers of one byte.
 MOST_CHANNELS = 512
 FIELDS = ("rotary_pair", "rotary_mean")
