@@ -35,10 +35,17 @@ SCHEMA = "kvplus-ablation/2"
 PIECE_POSITIONS = 128
 
 PARTS = {"recipe": VARIANTS, "means": MEANS_VARIANTS}
+INTRODUCTIONS = {
+    "recipe": """# What each part of the recipe is worth
 
-PAGE_HEAD = f"""# What each part of the recipe is worth
+Made by `python -m kvplus_eval.ablation`; don't edit. One part of `recipe="auto"` is changed at a time.""",
+    "means": """# How many turning means, and how long
 
-Made by `python -m kvplus_eval.ablation`; don't edit. One part of `recipe="auto"` is changed at a time. *KL* is the
+Made by `python -m kvplus_eval.ablation --parts means`; don't edit. Keys have a few turning means taken out of each
+block and head, those at least so many deviations long (see [codecs](design/codecs.md)).""",
+}
+
+PAGE_HEAD = f"""{{introduction}} *KL* is the
 mean divergence to the full cache in nats; its change is against the recipe at the same positions, with a paired
 95 % interval over pieces of {PIECE_POSITIONS} positions. A positive change is what the part gains; a negative one says
 that the recipe would be better without it here.
@@ -177,7 +184,7 @@ def run_ablation(
                     append_rows(rows, [{**facts, **row, **figures}])
                 progress.advance(task)
     if page is not None:
-        page.write_text(write_page(read_rows(rows, SCHEMA)), encoding="utf-8")
+        page.write_text(write_page(read_rows(rows, SCHEMA), parts), encoding="utf-8")
     typer.echo(json.dumps({"rows": str(rows), "variants": len(todo)}))
 
 
@@ -193,9 +200,9 @@ def _done(path: Path, protocol: dict[str, Any]) -> set[tuple[int, str, int]]:
     return {(row["nbits"], row["variant"], row["window"]) for row in found if row["protocol"] == protocol}
 
 
-def write_page(rows: Sequence[dict[str, Any]]) -> str:
-    """Writes docs/ablation.md from rows."""
-    lines = [PAGE_HEAD]
+def write_page(rows: Sequence[dict[str, Any]], parts: str = "recipe") -> str:
+    """Writes docs/ablation.md, or docs/ablation-means.md, from rows."""
+    lines = [PAGE_HEAD.format(introduction=INTRODUCTIONS[parts])]
     protocols = []
     for row in rows:
         if row["protocol"] not in protocols:

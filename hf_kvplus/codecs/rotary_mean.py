@@ -39,7 +39,7 @@ from hf_kvplus.codecs.turns import ChannelTurns, turn_tables
 
 # Of a stored mean: two half-precision numbers and the number of its pair.
 MEAN_BYTES = 5
-# Times the deviation of the median pair that a mean must have to be taken out: docs/ablation-means.md.
+# Times the deviation of the median pair that a mean must have to be taken out, see docs/ablation-means.md.
 FAR = 8.0
 # Pairs have numbers of one byte.
 MOST_CHANNELS = 512

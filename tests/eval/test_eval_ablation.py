@@ -10,6 +10,7 @@ from conftest import tiny_llama_config
 from hf_kvplus.codecs.metric import KeyMetric, save_metrics
 from hf_kvplus.recipes import Quantization
 from kvplus_eval.ablation import (
+    MEANS_VARIANTS,
     RECIPE,
     SCHEMA,
     VARIANTS,
@@ -54,18 +55,27 @@ def test_rows_and_page_are_made_and_windows_can_be_added(tmp_path, app):
     assert all(page.count(f"| {name} |") == 1 for name in variants)
 
 
+def is_recipe(config, nbits, variant):
+    plain, changed = build(config, nbits, VARIANTS[0]), build(config, nbits, variant)
+    return all(
+        layer.codecs == other.codecs
+        and (layer.residual_length, layer.num_sink_tokens) == (other.residual_length, other.num_sink_tokens)
+        for layer, other in zip(plain.layers, changed.layers, strict=True)
+    )
+
+
 def test_each_variant_changes_what_it_names():
     config = tiny_llama_config()
     for variant in VARIANTS:
-        nbits = variant.widths[-1]
-        plain, changed = build(config, nbits, VARIANTS[0]), build(config, nbits, variant)
-        same = all(
-            layer.codecs == other.codecs
-            and (layer.residual_length, layer.num_sink_tokens) == (other.residual_length, other.num_sink_tokens)
-            for layer, other in zip(plain.layers, changed.layers, strict=True)
-        )
-        assert same == (variant.name == RECIPE), variant.name
+        assert is_recipe(config, variant.widths[-1], variant) == (variant.name == RECIPE), variant.name
     assert stored_bits(build(config, 4, VARIANTS[0]), 64) == pytest.approx(4.461, abs=0.001)
+
+
+@pytest.mark.parametrize("nbits", [2, 3])
+def test_the_recipe_is_one_of_the_variants_of_turning_means(nbits):
+    config = tiny_llama_config(head_dim=64)
+    same = [variant.name for variant in MEANS_VARIANTS if is_recipe(config, nbits, variant)]
+    assert same == [RECIPE, "4 of 8 deviations"]
 
 
 def test_changes_are_paired():

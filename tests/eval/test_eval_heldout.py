@@ -53,7 +53,7 @@ def test_a_second_run_measures_only_what_is_missing_and_the_page_has_all(tmp_pat
         assert len(read_rows(tmp_path / "rows.jsonl", SCHEMA)) == count
     page = (tmp_path / "page.md").read_text()
     assert "| `int4` | 4.461" in page
-    assert "| `int2` | 2.474" in page
+    assert "| `int2` | 2.487" in page
     assert "256 tokens a window" in page
 
 
