@@ -114,6 +114,14 @@ def test_a_mean_that_isnt_far_stays_where_it_is():
     assert all(torch.equal(packed[name], tensor) for name, tensor in plain.items())
 
 
+@pytest.mark.parametrize(("size", "far", "taken"), [(6, 4.0, True), (6, 8.0, False), (12, 8.0, True)])
+def test_how_far_a_mean_must_be_is_counted_in_deviations(size, far, taken):
+    noise = torch.randn(1, 1, 1, 48, 32, generator=torch.Generator().manual_seed(0))
+    codec = RotaryMeanCodec(IdentityCodec(block_tokens=48), make_turns(16), 1, far)
+    states = noise + turned_bias(codec.turns, 48, 32, {0: size})
+    assert bool(codec.encode(states)["rotary_mean"].any()) == taken
+
+
 @pytest.mark.parametrize("recipe", ["dual_scale", "affine"])
 def test_an_offset_that_doesnt_turn_stays_what_it_is(recipe):
     codec, _ = Quantization(3, 3, recipe=recipe).codecs(0, 16, KeyTurns(make_turns(8), biased=True))
@@ -131,6 +139,8 @@ def test_bits_are_what_is_stored():
 
 
 def test_what_cannot_be_is_refused():
+    with pytest.raises(ValueError, match="`far` must be at least 0, got -1"):
+        RotaryMeanCodec(IdentityCodec(block_tokens=48), make_turns(16), 1, -1)
     with pytest.raises(ValueError, match="rotary_means.*no configuration"):
         Quantization(4, 4, rotary_means=2).codecs()
     with pytest.raises(ValueError, match="rotary_means"):
